@@ -1,0 +1,709 @@
+"""Qwen3 and GPT-2 as functions of tensors: configuration, forward pass, weights, devices.
+
+A decoder is a stack of equal blocks between an embedding and an output head. Here a block is a
+function of the activations `x`, its weights `w` and one layer's keys and values `kv`; nothing is
+remembered between two calls except by the cache that is passed in (kvcache.py).
+
+Qwen3: https://arxiv.org/abs/2505.09388. GPT-2: "Language Models are Unsupervised Multitask
+Learners" (Radford et al., 2019). Sizes: B batch, T tokens fed, S slots attended to,
+D hidden_size, H heads, KV key/value heads, hd head_dim, V vocabulary.
+"""
+
+import functools
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+# ---------------------------------------------------------------------------------------------
+# The forward pass
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a model; `from_json` reads it from a published config.json."""
+
+    model_type: str  # "qwen3" or "gpt2"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int  # fewer than heads: several query heads share one key/value head
+    head_dim: int  # its own key in Qwen3: 0.6B has 128, not hidden_size / heads = 64
+    max_position_embeddings: int
+    eps: float
+    rope_theta: float | None  # None: learned positions (GPT-2)
+    tie_word_embeddings: bool  # the output head is the embedding itself
+    dtype: torch.dtype | None = None  # what config.json names, if anything
+
+
+class Qwen3Layer(NamedTuple):
+    """Weights of one Qwen3 block; q, k, v and gate, up are stacked so that each is one product."""
+
+    input_layernorm: Tensor  # (D,)
+    qkv_proj: Tensor  # ((H + 2 KV) hd, D)
+    q_norm: Tensor  # (hd,)
+    k_norm: Tensor  # (hd,)
+    o_proj: Tensor  # (D, H hd)
+    post_attention_layernorm: Tensor  # (D,)
+    gate_up_proj: Tensor  # (2 I, D)
+    down_proj: Tensor  # (D, I)
+
+
+class GPT2Layer(NamedTuple):
+    """Weights of one GPT-2 block, projections as (out, in); the published files hold (in, out)."""
+
+    ln_1_weight: Tensor  # (D,)
+    ln_1_bias: Tensor
+    c_attn_weight: Tensor  # (3 D, D): q, k, v
+    c_attn_bias: Tensor
+    attn_c_proj_weight: Tensor  # (D, D)
+    attn_c_proj_bias: Tensor
+    ln_2_weight: Tensor  # (D,)
+    ln_2_bias: Tensor
+    c_fc_weight: Tensor  # (I, D)
+    c_fc_bias: Tensor
+    mlp_c_proj_weight: Tensor  # (D, I)
+    mlp_c_proj_bias: Tensor
+
+
+@dataclass
+class Model:
+    """Weights and their configuration. `model(ids, pos, cache)` is the forward pass."""
+
+    config: Config
+    embed_tokens: Tensor  # (V, D)
+    embed_positions: Tensor | None  # (max_position_embeddings, D), GPT-2 only
+    layers: list  # of Qwen3Layer or GPT2Layer
+    norm: tuple  # final norm: (weight,) or (weight, bias)
+    lm_head: Tensor  # (V, D); the very tensor embed_tokens when tied
+    name: str = ""
+
+    @property
+    def device(self):
+        return self.embed_tokens.device
+
+    @property
+    def dtype(self):
+        return self.embed_tokens.dtype
+
+    @torch.inference_mode()
+    def __call__(self, ids, pos, cache, compile=False):
+        """ids (B,T), their slots pos (T,), a cache -> logits (B,V) in fp32 for the last position.
+
+        Only the last row goes through the head: for 6 prompt tokens that is 151,936 scores
+        instead of 911,616, and only the last row predicts a new token.
+        """
+        if ids.shape[1] == 0:
+            raise ValueError("no ids to feed: ids has the shape " + str(tuple(ids.shape)))
+        x = self.hidden(ids, pos, cache, compile)
+        run_head = compiled(head, compile) if compile else head
+        return run_head(
+            x[:, -1:], self.norm, self.lm_head, self.config.eps, scratch_for(x, compile)
+        )[:, 0]
+
+    def hidden(self, ids, pos, cache, compile=False):
+        """ids (B,T), pos (T,) -> activations (B,T,D) after the last block, before the head."""
+        c = self.config
+        positions = (pos - cache.pad).clamp(min=0)  # (B,T): left padding does not count
+        x = F.embedding(ids, self.embed_tokens)
+        if c.rope_theta is None:
+            block, rope = gpt2_block, None
+            x = x + F.embedding(positions, self.embed_positions)
+        else:
+            block, rope = qwen3_block, rope_table(positions, c.head_dim, c.rope_theta, x.dtype)
+        # A whole unpadded sequence can use SDPA's own triangle; everything else needs the mask.
+        mask = None
+        if cache.slots != ids.shape[1] or cache.padded:
+            mask = visible(pos, cache.pad, cache.slots)
+        scratch = None
+        if compile:
+            block = compiled(block, compile)
+            scratch = scratch_for(x, compile, c)
+            mark_length_dynamic(x, pos, mask, rope)
+        for w, kv in zip(self.layers, cache.layers):
+            x = block(x, w, kv, cache.update, pos, mask, rope, scratch, c)
+        return x
+
+
+def qwen3_block(x, w, kv, update, pos, mask, rope, scratch, c):
+    """x (B,T,D) -> (B,T,D). Pre-norm, grouped-query attention with QK-norm, gated MLP."""
+    B, T, D = x.shape
+    H, KV = c.num_attention_heads, c.num_key_value_heads
+    row_in, row_attn, row_mlp, row_mid = scratch or (None,) * 4
+
+    h = rms_norm(x, w.input_layernorm, c.eps)
+    qkv = linear(h, w.qkv_proj, None, row_in).view(B, T, -1, c.head_dim).transpose(1, 2)
+    q, k, v = qkv.split((H, KV, KV), dim=1)  # (B,H,T,hd), (B,KV,T,hd), (B,KV,T,hd)
+    q = rotate(rms_norm(q, w.q_norm, c.eps), *rope)  # norm first: the two do not commute
+    k = rotate(rms_norm(k, w.k_norm, c.eps), *rope)
+    k, v = update(kv, k, v, pos)  # (B,KV,S,hd)
+    y = attention(q, k, v, mask, scratch).transpose(1, 2).reshape(B, T, -1)  # (B,T,H hd)
+    x = x + linear(y, w.o_proj, None, row_attn)
+
+    h = rms_norm(x, w.post_attention_layernorm, c.eps)
+    gate, up = linear(h, w.gate_up_proj, None, row_mlp).chunk(2, dim=-1)  # (B,T,I) each
+    return x + linear(F.silu(gate) * up, w.down_proj, None, row_mid)
+
+
+def gpt2_block(x, w, kv, update, pos, mask, rope, scratch, c):
+    """x (B,T,D) -> (B,T,D). Pre-norm, multi-head attention, MLP with tanh-approximated GELU."""
+    B, T, D = x.shape
+    row_in, row_attn, row_mlp, row_mid = scratch or (None,) * 4
+
+    h = F.layer_norm(x, (D,), w.ln_1_weight, w.ln_1_bias, c.eps)
+    qkv = linear(h, w.c_attn_weight, w.c_attn_bias, row_in)
+    q, k, v = qkv.view(B, T, 3, -1, c.head_dim).permute(2, 0, 3, 1, 4)  # (B,H,T,hd) each
+    k, v = update(kv, k, v, pos)  # (B,H,S,hd)
+    y = attention(q, k, v, mask, scratch).transpose(1, 2).reshape(B, T, D)
+    x = x + linear(y, w.attn_c_proj_weight, w.attn_c_proj_bias, row_attn)
+
+    h = F.layer_norm(x, (D,), w.ln_2_weight, w.ln_2_bias, c.eps)
+    h = F.gelu(linear(h, w.c_fc_weight, w.c_fc_bias, row_mlp), approximate="tanh")
+    return x + linear(h, w.mlp_c_proj_weight, w.mlp_c_proj_bias, row_mid)
+
+
+def head(x, norm, lm_head, eps, scratch=None):
+    """x (B,T,D) -> logits (B,T,V) in fp32. A norm with a bias is GPT-2's LayerNorm."""
+    if len(norm) == 2:
+        h = F.layer_norm(x, x.shape[-1:], *norm, eps)
+    else:
+        h = rms_norm(x, *norm, eps)
+    return linear(h, lm_head, None, scratch and scratch[0]).float()
+
+
+def rms_norm(x, weight, eps):
+    """x / sqrt(mean(x^2)) * weight over the last axis, computed in fp32."""
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
+
+
+def rope_table(positions, head_dim, theta, dtype):
+    """positions (B,T) -> cos, sin (B,1,T,hd/2): angles in fp32, cast last (bf16 has no 257)."""
+    power = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
+    angles = positions[:, None, :, None].float() * theta**-power  # (B,1,T,hd/2)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x, cos, sin):
+    """Rotary position embedding of x (B,n,T,hd); channel i is paired with channel i + hd/2."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+
+
+def visible(pos, pad, S):
+    """Which slots each query may see: (B,1,T,S) bool, True = attend.
+
+    The query in slot i sees slot j when pad <= j <= i. A padding query sees itself: a row with
+    nothing to look at would be NaN.
+    """
+    slot = torch.arange(S, device=pos.device)
+    query = pos[None, :, None]  # (1,T,1)
+    mask = (slot <= query) & (slot >= pad[:, :, None]) | (slot == query)  # (B,T,S)
+    return mask[:, None]
+
+
+def attention(q, k, v, mask, scratch=None):
+    """q (B,H,T,hd), k and v (B,KV,S,hd), mask (B,1,T,S) or None -> (B,H,T,hd).
+
+    None means T == S and causal; with T < S SDPA's triangle would start at the wrong corner.
+    """
+    B, H, T, hd = q.shape
+    KV = k.shape[1]
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=H != KV)
+    # The H / KV query heads that share a key head become rows of one product: `enable_gqa`
+    # would copy K and V for each of them, or fall back to a slow kernel.
+    q = q.reshape(B, KV, -1, hd)  # (B,KV,H/KV T,hd)
+    mask = mask.repeat(1, 1, H // KV, 1)  # (B,1,H/KV T,S)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).view(B, H, T, hd)
+
+
+def linear(x, weight, bias=None, row=None):
+    """x (B,T,in) @ weight (out,in) -> (B,T,out)."""
+    if row is None:
+        return F.linear(x, weight, bias)
+    row.copy_(x.view(-1))
+    y = (weight * row).sum(-1)
+    if bias is not None:
+        y = y + bias
+    return y.to(x.dtype).view(1, 1, -1)
+
+
+def scratch_for(x, compile, c=None):
+    if not compile or x.shape[0] * x.shape[1] != 1:
+        return None
+    D = x.shape[-1]
+    sizes = (D,) if c is None else (D, c.num_attention_heads * c.head_dim, D, c.intermediate_size)
+    return [torch.empty(n, device=x.device) for n in sizes]
+
+
+@functools.cache
+def compiled(function, mode):
+    return torch.compile(function, fullgraph=True, mode=None if mode is True else mode)
+
+
+def mark_length_dynamic(x, pos, mask, rope):
+    mark = torch._dynamo.maybe_mark_dynamic
+    if x.shape[1] > 1:
+        mark(x, 1), mark(pos, 0)
+        if rope:
+            mark(rope[0], 2), mark(rope[1], 2)
+        if mask is not None:
+            mark(mask, 2)
+    if mask is not None:
+        mark(mask, 3)
+
+
+# ---------------------------------------------------------------------------------------------
+# Names, configuration, weights
+
+HUB = {  # built-in name: repository
+    **{f"qwen3-{n}b": f"Qwen/Qwen3-{n}B" for n in ("0.6", "1.7", "4", "8", "14", "32")},
+    **{f"qwen3-{n}b-base": f"Qwen/Qwen3-{n}B-Base" for n in ("0.6", "1.7", "4", "8", "14")},
+    **{f"gpt2{n}": f"openai-community/gpt2{n}" for n in ("", "-medium", "-large", "-xl")},
+}
+TINY = {"tiny-qwen3": "qwen3", "tiny-gpt2": "gpt2"}  # trained models that come with the clone
+
+# hidden_size, intermediate_size, layers, heads, key/value heads, tied head
+QWEN3_SIZES = {
+    "0.6": (1024, 3072, 28, 16, 8, True),
+    "1.7": (2048, 6144, 28, 16, 8, True),
+    "4": (2560, 9728, 36, 32, 8, True),
+    "8": (4096, 12288, 36, 32, 8, False),
+    "14": (5120, 17408, 40, 40, 8, False),
+    "32": (5120, 25600, 64, 64, 8, False),
+}
+GPT2_SIZES = {
+    "": (768, 12, 12),
+    "-medium": (1024, 24, 16),
+    "-large": (1280, 36, 20),
+    "-xl": (1600, 48, 25),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(name_or_folder, device="auto", dtype="auto", random_weights=False):
+    """A Model from a built-in name, a hub id `org/name`, or a local folder.
+
+    device: "auto" or a torch device; dtype: "auto", "float32", "bfloat16", "float16".
+    random_weights: fixed random values in the shapes of a known name (no download) or of the
+    folder's config.json. Every parameter is allocated once, uninitialised, and then filled from
+    the file. Raises FileNotFoundError or ValueError with one line that names the file and the key.
+    """
+    device = choose_device(device)
+    config = known_config(name_or_folder) if random_weights else None
+    config = config or read_config(name_or_folder)
+    tensors = None if random_weights else find_weights(name_or_folder, config)
+    dtype = choose_dtype(dtype, config, tensors, device)
+    values = (
+        random_values(config, dtype, device)
+        if random_weights
+        else read_weights(config, tensors, dtype, device)
+    )
+    return assemble(config, values, str(name_or_folder))
+
+
+def assemble(config, values, name=""):
+    """A Model from {our name: tensor}, the names of `layout`; also how training starts one."""
+    c = config
+    layer_type = Qwen3Layer if c.model_type == "qwen3" else GPT2Layer
+    layers = [
+        layer_type(*(values[f"{i}.{field}"] for field in layer_type._fields))
+        for i in range(c.num_hidden_layers)
+    ]
+    norm = tuple(values[n] for n in ("norm", "norm_bias") if n in values)
+    embed = values["embed_tokens"]
+    lm_head = values.get("lm_head", embed)
+    return Model(c, embed, values.get("embed_positions"), layers, norm, lm_head, name)
+
+
+def layout(c):
+    """{our name: [(checkpoint name, shape there), ...]}: where each parameter is kept on disk.
+
+    Several entries are stacked along the output axis. GPT-2 stores its projections as
+    (in, out); `transposed` says which. The order is the order of loading: largest first.
+    """
+    D, hd, I = c.hidden_size, c.head_dim, c.intermediate_size  # noqa: E741
+    q, kv = c.num_attention_heads * hd, c.num_key_value_heads * hd
+    if c.model_type == "qwen3":
+        names = {"embed_tokens": [("embed_tokens.weight", (c.vocab_size, D))]}
+        if not c.tie_word_embeddings:
+            names["lm_head"] = [("lm_head.weight", (c.vocab_size, D))]
+        for i in range(c.num_hidden_layers):
+            attn, mlp = f"layers.{i}.self_attn.", f"layers.{i}.mlp."
+            names |= {
+                f"{i}.input_layernorm": [(f"layers.{i}.input_layernorm.weight", (D,))],
+                f"{i}.qkv_proj": [
+                    (attn + "q_proj.weight", (q, D)),
+                    (attn + "k_proj.weight", (kv, D)),
+                    (attn + "v_proj.weight", (kv, D)),
+                ],
+                f"{i}.q_norm": [(attn + "q_norm.weight", (hd,))],
+                f"{i}.k_norm": [(attn + "k_norm.weight", (hd,))],
+                f"{i}.o_proj": [(attn + "o_proj.weight", (D, q))],
+                f"{i}.post_attention_layernorm": [
+                    (f"layers.{i}.post_attention_layernorm.weight", (D,))
+                ],
+                f"{i}.gate_up_proj": [
+                    (mlp + "gate_proj.weight", (I, D)),
+                    (mlp + "up_proj.weight", (I, D)),
+                ],
+                f"{i}.down_proj": [(mlp + "down_proj.weight", (D, I))],
+            }
+        return names | {"norm": [("norm.weight", (D,))]}
+    names = {
+        "embed_tokens": [("wte.weight", (c.vocab_size, D))],
+        "embed_positions": [("wpe.weight", (c.max_position_embeddings, D))],
+    }
+    if not c.tie_word_embeddings:
+        names["lm_head"] = [("lm_head.weight", (c.vocab_size, D))]
+    for i in range(c.num_hidden_layers):
+        for ours, theirs, n_in, n_out in (
+            ("c_attn", "attn.c_attn", D, 3 * D),
+            ("attn_c_proj", "attn.c_proj", D, D),
+            ("c_fc", "mlp.c_fc", D, I),
+            ("mlp_c_proj", "mlp.c_proj", I, D),
+        ):
+            names[f"{i}.{ours}_weight"] = [(f"h.{i}.{theirs}.weight", (n_in, n_out))]
+            names[f"{i}.{ours}_bias"] = [(f"h.{i}.{theirs}.bias", (n_out,))]
+        for ln in ("ln_1", "ln_2"):
+            names[f"{i}.{ln}_weight"] = [(f"h.{i}.{ln}.weight", (D,))]
+            names[f"{i}.{ln}_bias"] = [(f"h.{i}.{ln}.bias", (D,))]
+    return names | {"norm": [("ln_f.weight", (D,))], "norm_bias": [("ln_f.bias", (D,))]}
+
+
+def transposed(checkpoint_name):
+    """Whether the file holds (in, out): GPT-2's `Conv1D`. A square one shows no wrong shape."""
+    return re.search(r"\.c_(attn|proj|fc)\.weight$", checkpoint_name) is not None
+
+
+def empty_parameter(pieces, dtype, device):
+    """Uninitialised storage, (out, in), for one entry of `layout`."""
+    shape = pieces[0][1][::-1] if transposed(pieces[0][0]) else pieces[0][1]
+    rows = sum(s[0] for _, s in pieces) if len(pieces) > 1 else shape[0]
+    return torch.empty(rows, *shape[1:], dtype=dtype, device=device)
+
+
+def random_values(config, dtype, device):
+    """The same values for the same shapes, dtype and kind of device: normal(0, 0.02), norms one."""
+    generator = torch.Generator(device).manual_seed(0) if device.type != "meta" else None
+    values = {}
+    for ours, pieces in layout(config).items():
+        p = values[ours] = empty_parameter(pieces, dtype, device)
+        if p.dim() == 2:
+            p.normal_(0, 0.02, generator=generator)
+        else:
+            p.fill_(0 if ours.endswith("bias") else 1)
+    return values
+
+
+def checkpoint(model):
+    """{checkpoint name: tensor}, the published layout: the inverse of `load`, for saving."""
+    values = {"embed_tokens": model.embed_tokens, "embed_positions": model.embed_positions}
+    values |= {"lm_head": model.lm_head} | dict(zip(("norm", "norm_bias"), model.norm))
+    for i, w in enumerate(model.layers):
+        values |= {f"{i}.{field}": tensor for field, tensor in w._asdict().items()}
+    prefix = "model." if model.config.model_type == "qwen3" else "transformer."
+    tensors = {}
+    for ours, pieces in layout(model.config).items():
+        whole = values[ours].detach()
+        for part, (name, _) in zip(whole.split(split_sizes(pieces, whole)), pieces):
+            name = name if name == "lm_head.weight" else prefix + name
+            tensors[name] = (part.T if transposed(name) else part).contiguous()
+    return tensors
+
+
+def find_weights(name, config):
+    """{checkpoint name: (file, key in it)}, checked against `layout` before anything is read.
+
+    One model.safetensors, or else the shards that model.safetensors.index.json names. Raises
+    ValueError or FileNotFoundError for a file, key or shape that is missing, wrong or unknown.
+    """
+    single = find_file(name, "model.safetensors")
+    index = None if single else find_file(name, "model.safetensors.index.json")
+    if not single and not index:
+        raise FileNotFoundError(
+            f"{name} has no model.safetensors and no index of shards; other formats are not read"
+        )
+    weight_map = read_json(index).get("weight_map") if index else {}
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index}: weight_map is missing")
+    keys = {}  # file: the keys it holds
+    for shard in sorted(set(weight_map.values())) or ["model.safetensors"]:
+        if shard != Path(shard).name or "\\" in shard:
+            raise ValueError(f"{index}: the shard name {shard!r} leaves the folder")
+        path = find_file(name, shard)
+        if path is None:
+            raise FileNotFoundError(f"{index} names {shard}, which is missing; download it again")
+        with open_safetensors(path) as file:
+            keys[path] = set(file.keys())
+        listed = {key for key, s in weight_map.items() if s == shard}
+        if index and listed != keys[path]:
+            raise ValueError(f"{index} and {path.name} disagree about {min(listed ^ keys[path])}")
+
+    expected = dict(piece for pieces in layout(config).values() for piece in pieces)
+    found = {}
+    for path, key in sorted((file, key) for file, held in keys.items() for key in held):
+        short = re.sub(r"^(model|transformer)\.", "", key)
+        if re.search(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$", short):
+            continue  # buffers of old exports: the causal mask, the rotary frequencies
+        if short in found:
+            raise ValueError(f"{path}: {key} is there twice")
+        found[short] = (path, key)
+    if config.tie_word_embeddings and "lm_head.weight" in found:
+        embed = next(iter(expected))
+        if embed in found and not torch.equal(
+            read_tensor(*found["lm_head.weight"]), read_tensor(*found[embed])
+        ):
+            path, key = found["lm_head.weight"]
+            raise ValueError(
+                f"{path}: {key} differs from the embedding although config.json ties them"
+            )
+        del found["lm_head.weight"]
+    for short in sorted(found.keys() | expected.keys()):
+        if short not in found:
+            raise ValueError(f"{', '.join(map(str, keys))}: no {short}")
+        path, key = found[short]
+        if short not in expected:
+            raise ValueError(f"{path}: unknown key {key}")
+        with open_safetensors(path) as file:
+            shape = tuple(file.get_slice(key).get_shape())
+        if shape != expected[short]:
+            raise ValueError(
+                f"{path}: {key} has the shape {shape}, config.json says {expected[short]}"
+            )
+    return found
+
+
+def read_weights(config, found, dtype, device):
+    """{our name: tensor}, each allocated once and filled piece by piece.
+
+    The file is opened anew for every piece: a mapped file's pages count as the process's memory
+    until it is closed, and would double the peak.
+    """
+    values = {}
+    for ours, pieces in layout(config).items():
+        values[ours] = whole = empty_parameter(pieces, dtype, device)
+        for part, (name, _) in zip(whole.split(split_sizes(pieces, whole)), pieces):
+            tensor = read_tensor(*found[name])
+            part.copy_(tensor.T if transposed(name) else tensor)
+    return values
+
+
+def split_sizes(pieces, whole):
+    """Rows of each piece in the tensor that stacks them."""
+    return [shape[0] for _, shape in pieces] if len(pieces) > 1 else [whole.shape[0]]
+
+
+def open_safetensors(path):
+    """An open safetensors file; a damaged one is a ValueError that names it."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as e:
+        raise ValueError(f"{path} is not a whole safetensors file ({e}); download it again") from e
+
+
+def read_tensor(path, key):
+    with open_safetensors(path) as file:
+        return file.get_tensor(key)
+
+
+def read_json(path):
+    """The JSON object in a file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{path} is not valid JSON ({e})") from e
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return value
+
+
+def read_config(name):
+    """Config from the model's config.json; what this code does not implement is refused by name."""
+    path = find_file(name, "config.json")
+    if path is None:
+        raise FileNotFoundError(f"{name} has no config.json")
+    raw = read_json(path)
+
+    def need(*keys):
+        for key in keys:
+            if raw.get(key) is not None:
+                return raw[key]
+        raise ValueError(f"{path}: {keys[0]} is missing or null")
+
+    def refuse_unless(key, *allowed):
+        if key in raw and raw[key] not in allowed:
+            raise ValueError(f"{path}: {key} = {raw[key]!r} is not supported (only {allowed[0]!r})")
+
+    dtype = raw.get("dtype") or raw.get("torch_dtype")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"{path}: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    model_type = need("model_type")
+    if model_type == "qwen3":
+        rope = raw.get("rope_parameters") or {}
+        scaling = raw.get("rope_scaling") or {}
+        kind = scaling.get("rope_type") or scaling.get("type") or rope.get("rope_type") or "default"
+        if kind != "default":
+            raise ValueError(f"{path}: rope type {kind!r} is not supported (only 'default')")
+        theta = raw.get("rope_theta") or rope.get("rope_theta")
+        if theta is None:
+            raise ValueError(f"{path}: rope_theta is missing (top level or in rope_parameters)")
+        refuse_unless("hidden_act", "silu")
+        refuse_unless("attention_bias", False)
+        refuse_unless("use_sliding_window", False)
+        if set(raw.get("layer_types") or ()) - {"full_attention"}:
+            raise ValueError(f"{path}: layer_types other than 'full_attention' are not supported")
+        heads, kv_heads = need("num_attention_heads"), need("num_key_value_heads")
+        config = Config(
+            model_type, need("vocab_size"), need("hidden_size"), need("intermediate_size"),
+            need("num_hidden_layers"), heads, kv_heads, need("head_dim"),
+            need("max_position_embeddings"), raw.get("rms_norm_eps", 1e-6), float(theta),
+            bool(raw.get("tie_word_embeddings", False)), DTYPES.get(dtype),
+        )  # fmt: skip
+    elif model_type == "gpt2":
+        refuse_unless("activation_function", "gelu_new", "gelu_pytorch_tanh")
+        refuse_unless("scale_attn_weights", True)
+        for key in (
+            "scale_attn_by_inverse_layer_idx",
+            "reorder_and_upcast_attn",
+            "add_cross_attention",
+        ):
+            refuse_unless(key, False)
+        D, heads = need("n_embd"), need("n_head")
+        if D % heads:
+            raise ValueError(f"{path}: n_embd {D} is not a multiple of n_head {heads}")
+        config = Config(
+            model_type, need("vocab_size"), D, raw.get("n_inner") or 4 * D, need("n_layer"), heads,
+            heads, D // heads, need("n_positions", "n_ctx"), raw.get("layer_norm_epsilon", 1e-5),
+            None, bool(raw.get("tie_word_embeddings", True)), DTYPES.get(dtype),
+        )  # fmt: skip
+    else:
+        raise ValueError(
+            f"{path}: model_type {model_type!r} is not supported (only 'qwen3' and 'gpt2')"
+        )
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(f"{path}: num_attention_heads is not a multiple of num_key_value_heads")
+    return config
+
+
+def known_config(name):
+    """Config of a published size, without a file; None for other names."""
+    bf16 = torch.bfloat16
+    if match := re.fullmatch(r"qwen3-([\d.]+)b(-base)?", name):
+        if name in HUB:
+            D, I, layers, heads, kv_heads, tied = QWEN3_SIZES[match[1]]  # noqa: E741
+            context = 32768 if match[2] else 40960
+            return Config(
+                "qwen3", 151936, D, I, layers, heads, kv_heads, 128, context, 1e-6, 1e6, tied, bf16
+            )
+    elif name in HUB:
+        D, layers, heads = GPT2_SIZES[name.removeprefix("gpt2")]
+        return Config(
+            "gpt2", 50257, D, 4 * D, layers, heads, heads, D // heads, 1024, 1e-5, None, True
+        )
+    return None
+
+
+def find_file(name, filename):
+    """The path of one file of a model, downloaded if need be, or None if the model lacks it.
+
+    Built-in names win over folders of the same name (write ./gpt2 for the folder).
+    """
+    if name in TINY:
+        folder = Path(__file__).resolve().parent / "tiny" / TINY[name]
+    else:
+        folder = Path(name)
+    if name in TINY or (name not in HUB and folder.is_dir()):
+        path = folder / filename
+        return path if path.is_file() else None
+    repository = HUB.get(name, name)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        known = ", ".join([*TINY, *HUB])
+        raise FileNotFoundError(
+            f"no model or folder {name!r}; known names: {known}; or a hub id org/name"
+        )
+    import huggingface_hub as hub  # takes a second to import, and most runs do not need it
+    from huggingface_hub import errors
+
+    try:
+        return Path(hub.hf_hub_download(repository, filename))
+    except errors.LocalEntryNotFoundError as e:
+        # Offline. A file that the cache lacks may not exist at all if it holds the others.
+        if isinstance(hub.try_to_load_from_cache(repository, "config.json"), str):
+            return None
+        raise ConnectionError(
+            f"{repository} is not in the local cache and the network cannot be reached; --model tiny-qwen3 needs none"
+        ) from e
+    except errors.EntryNotFoundError:
+        return None
+    except errors.GatedRepoError as e:
+        raise PermissionError(
+            f"{repository} needs permission: accept its terms and set HF_TOKEN"
+        ) from e
+    except errors.RepositoryNotFoundError as e:
+        raise FileNotFoundError(
+            f"no repository {repository} (or it is private: set HF_TOKEN)"
+        ) from e
+
+
+def choose_device(name="auto"):
+    """torch.device for a name; "auto" takes cuda, then mps, xpu, cpu. Absent ones are an error."""
+    present = ["cpu"]
+    for kind in ("xpu", "mps", "cuda"):
+        backend = getattr(torch, kind, None)
+        if backend is not None and backend.is_available():
+            present.insert(0, kind)
+    if name == "auto":
+        return torch.device(present[0])
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is not None and device.type == "meta":
+        return device  # shapes only, for counting parameters
+    count = 0
+    if device is not None and device.type in present:
+        backend = getattr(torch, device.type)
+        count = backend.device_count() if device.type in ("cuda", "xpu") else 1
+    if device is None or (device.index or 0) >= count:
+        raise ValueError(f"device {name!r} is not there; this machine has: {', '.join(present)}")
+    return device
+
+
+def choose_dtype(name, config, found, device):
+    """torch.dtype for a name; "auto" takes what config.json names, then what the file holds.
+
+    On a CPU, "auto" turns float16 into float32, and bfloat16 too unless the processor computes
+    with it; half precision is emulated there and can be a hundred times slower.
+    """
+    if name != "auto":
+        if name not in DTYPES:
+            raise ValueError(f"dtype {name!r} is not one of auto, {', '.join(DTYPES)}")
+        return DTYPES[name]
+    dtype = config.dtype
+    if dtype is None and found:
+        path, key = next(iter(found.values()))
+        dtype = read_tensor(path, key).dtype
+    dtype = dtype or torch.float32
+    native = dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_has_bfloat16())
+    if device.type == "cpu" and not native:
+        print(
+            f"this CPU has no native {dtype}: computing in float32 (--dtype overrides)",
+            file=sys.stderr,
+        )
+        dtype = torch.float32
+    return dtype
+
+
+def cpu_has_bfloat16():
+    """Whether this processor multiplies bfloat16 itself (AVX512-BF16 or AMX)."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
