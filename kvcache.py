@@ -158,6 +158,7 @@ class PreallocatedCache:
         kv[1].index_copy_(2, pos, v)
         return kv
 
+    @torch.inference_mode()
     def crop(self, length):
         """Forgets everything from slot `length` on; later tokens will write over it."""
         self.length = length

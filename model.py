@@ -75,7 +75,7 @@ class GPT2Layer(NamedTuple):
     mlp_c_proj_bias: Tensor
 
 
-@dataclass
+@dataclass(eq=False)
 class Model:
     """Weights and their configuration. `model(ids, pos, cache)` is the forward pass."""
 
@@ -99,16 +99,18 @@ class Model:
     def __call__(self, ids, pos, cache, compile=False):
         """ids (B,T), their slots pos (T,), a cache -> logits (B,V) in fp32 for the last position.
 
-        Only the last row goes through the head: for 6 prompt tokens that is 151,936 scores
-        instead of 911,616, and only the last row predicts a new token.
+        Only the last row goes through the head: for 6 prompt tokens of Qwen3 that is 151,936
+        scores instead of 911,616, and only they say anything about the next token.
+        compile: False, True or a mode of torch.compile. Raises ValueError if ids has no column.
         """
         if ids.shape[1] == 0:
-            raise ValueError("no ids to feed: ids has the shape " + str(tuple(ids.shape)))
+            raise ValueError(f"no ids to feed: ids has the shape {tuple(ids.shape)}")
         x = self.hidden(ids, pos, cache, compile)
+        # A copy, as the strides of a slice would tell the compiler what T was.
+        x = x[:, -1:].clone(memory_format=torch.contiguous_format)  # (B,1,D)
+        row = scratch_rows(x, self.config)[0] if compile else None
         run_head = compiled(head, compile) if compile else head
-        return run_head(
-            x[:, -1:], self.norm, self.lm_head, self.config.eps, scratch_for(x, compile)
-        )[:, 0]
+        return run_head(x, self.norm, self.lm_head, row, self.config)[:, 0]
 
     def hidden(self, ids, pos, cache, compile=False):
         """ids (B,T), pos (T,) -> activations (B,T,D) after the last block, before the head."""
@@ -120,64 +122,64 @@ class Model:
             x = x + F.embedding(positions, self.embed_positions)
         else:
             block, rope = qwen3_block, rope_table(positions, c.head_dim, c.rope_theta, x.dtype)
-        # A whole unpadded sequence can use SDPA's own triangle; everything else needs the mask.
+        # A whole unpadded sequence can use SDPA's own triangle; everything else needs a mask.
         mask = None
         if cache.slots != ids.shape[1] or cache.padded:
             mask = visible(pos, cache.pad, cache.slots)
-        scratch = None
+        rows = (None,) * 4
         if compile:
-            block = compiled(block, compile)
-            scratch = scratch_for(x, compile, c)
-            mark_length_dynamic(x, pos, mask, rope)
+            block, rows = compiled(block, compile), scratch_rows(x, c)
         for w, kv in zip(self.layers, cache.layers):
-            x = block(x, w, kv, cache.update, pos, mask, rope, scratch, c)
+            if compile:
+                mark_lengths_dynamic(x, pos, mask, rope, kv)
+            x = block(x, w, kv, cache.update, pos, mask, rope, rows, c)
         return x
 
 
-def qwen3_block(x, w, kv, update, pos, mask, rope, scratch, c):
+def qwen3_block(x, w, kv, update, pos, mask, rope, rows, c):
     """x (B,T,D) -> (B,T,D). Pre-norm, grouped-query attention with QK-norm, gated MLP."""
     B, T, D = x.shape
     H, KV = c.num_attention_heads, c.num_key_value_heads
-    row_in, row_attn, row_mlp, row_mid = scratch or (None,) * 4
 
     h = rms_norm(x, w.input_layernorm, c.eps)
-    qkv = linear(h, w.qkv_proj, None, row_in).view(B, T, -1, c.head_dim).transpose(1, 2)
+    qkv = linear(h, w.qkv_proj, None, rows[0]).view(B, T, -1, c.head_dim).transpose(1, 2)
     q, k, v = qkv.split((H, KV, KV), dim=1)  # (B,H,T,hd), (B,KV,T,hd), (B,KV,T,hd)
     q = rotate(rms_norm(q, w.q_norm, c.eps), *rope)  # norm first: the two do not commute
     k = rotate(rms_norm(k, w.k_norm, c.eps), *rope)
     k, v = update(kv, k, v, pos)  # (B,KV,S,hd)
-    y = attention(q, k, v, mask, scratch).transpose(1, 2).reshape(B, T, -1)  # (B,T,H hd)
-    x = x + linear(y, w.o_proj, None, row_attn)
+    y = (
+        attention(q, k, v, mask, rows[0] is not None).transpose(1, 2).reshape(B, T, -1)
+    )  # (B,T,H hd)
+    x = x + linear(y, w.o_proj, None, rows[1])
 
     h = rms_norm(x, w.post_attention_layernorm, c.eps)
-    gate, up = linear(h, w.gate_up_proj, None, row_mlp).chunk(2, dim=-1)  # (B,T,I) each
-    return x + linear(F.silu(gate) * up, w.down_proj, None, row_mid)
+    gate, up = linear(h, w.gate_up_proj, None, rows[2]).chunk(2, dim=-1)  # (B,T,I) each
+    return x + linear(F.silu(gate) * up, w.down_proj, None, rows[3])
 
 
-def gpt2_block(x, w, kv, update, pos, mask, rope, scratch, c):
+def gpt2_block(x, w, kv, update, pos, mask, rope, rows, c):
     """x (B,T,D) -> (B,T,D). Pre-norm, multi-head attention, MLP with tanh-approximated GELU."""
     B, T, D = x.shape
-    row_in, row_attn, row_mlp, row_mid = scratch or (None,) * 4
 
     h = F.layer_norm(x, (D,), w.ln_1_weight, w.ln_1_bias, c.eps)
-    qkv = linear(h, w.c_attn_weight, w.c_attn_bias, row_in)
+    qkv = linear(h, w.c_attn_weight, w.c_attn_bias, rows[0])
     q, k, v = qkv.view(B, T, 3, -1, c.head_dim).permute(2, 0, 3, 1, 4)  # (B,H,T,hd) each
     k, v = update(kv, k, v, pos)  # (B,H,S,hd)
-    y = attention(q, k, v, mask, scratch).transpose(1, 2).reshape(B, T, D)
-    x = x + linear(y, w.attn_c_proj_weight, w.attn_c_proj_bias, row_attn)
+    y = attention(q, k, v, mask, rows[0] is not None).transpose(1, 2).reshape(B, T, D)
+    x = x + linear(y, w.attn_c_proj_weight, w.attn_c_proj_bias, rows[1])
 
     h = F.layer_norm(x, (D,), w.ln_2_weight, w.ln_2_bias, c.eps)
-    h = F.gelu(linear(h, w.c_fc_weight, w.c_fc_bias, row_mlp), approximate="tanh")
-    return x + linear(h, w.mlp_c_proj_weight, w.mlp_c_proj_bias, row_mid)
+    h = F.gelu(linear(h, w.c_fc_weight, w.c_fc_bias, rows[2]), approximate="tanh")
+    return x + linear(h, w.mlp_c_proj_weight, w.mlp_c_proj_bias, rows[3])
 
 
-def head(x, norm, lm_head, eps, scratch=None):
+def head(x, norm, lm_head, row, c):
     """x (B,T,D) -> logits (B,T,V) in fp32. A norm with a bias is GPT-2's LayerNorm."""
     if len(norm) == 2:
-        h = F.layer_norm(x, x.shape[-1:], *norm, eps)
+        h = F.layer_norm(x, x.shape[-1:], *norm, c.eps)
     else:
-        h = rms_norm(x, *norm, eps)
-    return linear(h, lm_head, None, scratch and scratch[0]).float()
+        h = rms_norm(x, *norm, c.eps)
+    return linear(h, lm_head, None, row).float()
 
 
 def rms_norm(x, weight, eps):
@@ -210,7 +212,7 @@ def visible(pos, pad, S):
     return mask[:, None]
 
 
-def attention(q, k, v, mask, scratch=None):
+def attention(q, k, v, mask, one_row=False):
     """q (B,H,T,hd), k and v (B,KV,S,hd), mask (B,1,T,S) or None -> (B,H,T,hd).
 
     None means T == S and causal; with T < S SDPA's triangle would start at the wrong corner.
@@ -227,39 +229,51 @@ def attention(q, k, v, mask, scratch=None):
 
 
 def linear(x, weight, bias=None, row=None):
-    """x (B,T,in) @ weight (out,in) -> (B,T,out)."""
+    """x (B,T,in) times weight (out,in) -> (B,T,out).
+
+    row (in,), fp32, is given for a single row of x under torch.compile. That product reads every
+    weight once and does next to nothing with it, so its cost is reading memory, and a matrix
+    library, made to reuse what it loads, reaches half the bandwidth. Written as a reduction it
+    becomes one plain loop over the weights. Copying x to `row` first matters as much: the
+    compiler would inline what produced x (a norm, a silu) into that loop and compute it again
+    for every weight, but it does not look behind a buffer that is written to.
+    """
     if row is None:
         return F.linear(x, weight, bias)
     row.copy_(x.view(-1))
-    y = (weight * row).sum(-1)
+    y = (weight * row).sum(dim=-1)  # fp32, by promotion
     if bias is not None:
         y = y + bias
     return y.to(x.dtype).view(1, 1, -1)
 
 
-def scratch_for(x, compile, c=None):
-    if not compile or x.shape[0] * x.shape[1] != 1:
-        return None
-    D = x.shape[-1]
-    sizes = (D,) if c is None else (D, c.num_attention_heads * c.head_dim, D, c.intermediate_size)
-    return [torch.empty(n, device=x.device) for n in sizes]
+def scratch_rows(x, c):
+    """The buffers of `linear` for x (B,T,D), one a product of a block; none for several rows."""
+    if x.shape[0] * x.shape[1] > 1:
+        return (None,) * 4
+    widths = (c.hidden_size, c.num_attention_heads * c.head_dim, c.hidden_size, c.intermediate_size)
+    return tuple(torch.empty(width, device=x.device) for width in widths)
 
 
 @functools.cache
 def compiled(function, mode):
+    """torch.compile of a block or head: compiled once, called for every layer and request.
+
+    That needs weights, keys and values to come in as arguments, as nothing about them is then
+    guarded but shape and dtype; it takes a fifth of the time of compiling the whole step.
+    """
     return torch.compile(function, fullgraph=True, mode=None if mode is True else mode)
 
 
-def mark_length_dynamic(x, pos, mask, rope):
-    mark = torch._dynamo.maybe_mark_dynamic
-    if x.shape[1] > 1:
-        mark(x, 1), mark(pos, 0)
-        if rope:
-            mark(rope[0], 2), mark(rope[1], 2)
-        if mask is not None:
-            mark(mask, 2)
-    if mask is not None:
-        mark(mask, 3)
+def mark_lengths_dynamic(x, pos, mask, rope, kv):
+    """Tells the compiler which sizes change, so that the first graph serves every length."""
+    T, S = x.shape[1], None if mask is None else mask.shape[3]
+    lengths = [(x, 1), (pos, 0), *((r, 2) for r in rope or ()), *([(mask, 2)] if S else [])]
+    lengths = [] if T == 1 else lengths
+    lengths += [(mask, 3)] if S else []
+    lengths += [(t, 2) for t in kv or ()]
+    for tensor, dim in lengths:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -626,7 +640,7 @@ def find_file(name, filename):
         path = folder / filename
         return path if path.is_file() else None
     repository = HUB.get(name, name)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(repository)):
         known = ", ".join([*TINY, *HUB])
         raise FileNotFoundError(
             f"no model or folder {name!r}; known names: {known}; or a hub id org/name"
@@ -641,7 +655,8 @@ def find_file(name, filename):
         if isinstance(hub.try_to_load_from_cache(repository, "config.json"), str):
             return None
         raise ConnectionError(
-            f"{repository} is not in the local cache and the network cannot be reached; --model tiny-qwen3 needs none"
+            f"{repository} is not in the local cache and the network cannot be reached; "
+            "--model tiny-qwen3 needs no download"
         ) from e
     except errors.EntryNotFoundError:
         return None
