@@ -11,6 +11,7 @@ D hidden_size, H heads, KV key/value heads, hd head_dim, V vocabulary.
 
 import functools
 import json
+import math
 import re
 import sys
 from dataclasses import dataclass
@@ -108,9 +109,8 @@ class Model:
         x = self.hidden(ids, pos, cache, compile)
         # A copy, as the strides of a slice would tell the compiler what T was.
         x = x[:, -1:].clone(memory_format=torch.contiguous_format)  # (B,1,D)
-        row = scratch_rows(x, self.config)[0] if compile else None
         run_head = compiled(head, compile) if compile else head
-        return run_head(x, self.norm, self.lm_head, row, self.config)[:, 0]
+        return run_head(x, self.norm, self.lm_head, self.config)[:, 0]
 
     def hidden(self, ids, pos, cache, compile=False):
         """ids (B,T), pos (T,) -> activations (B,T,D) after the last block, before the head."""
@@ -126,60 +126,57 @@ class Model:
         mask = None
         if cache.slots != ids.shape[1] or cache.padded:
             mask = visible(pos, cache.pad, cache.slots)
-        rows = (None,) * 4
         if compile:
-            block, rows = compiled(block, compile), scratch_rows(x, c)
+            block = compiled(block, compile)
         for w, kv in zip(self.layers, cache.layers):
             if compile:
                 mark_lengths_dynamic(x, pos, mask, rope, kv)
-            x = block(x, w, kv, cache.update, pos, mask, rope, rows, c)
+            x = block(x, w, kv, cache.update, pos, mask, rope, c)
         return x
 
 
-def qwen3_block(x, w, kv, update, pos, mask, rope, rows, c):
+def qwen3_block(x, w, kv, update, pos, mask, rope, c):
     """x (B,T,D) -> (B,T,D). Pre-norm, grouped-query attention with QK-norm, gated MLP."""
     B, T, D = x.shape
     H, KV = c.num_attention_heads, c.num_key_value_heads
 
     h = rms_norm(x, w.input_layernorm, c.eps)
-    qkv = linear(h, w.qkv_proj, None, rows[0]).view(B, T, -1, c.head_dim).transpose(1, 2)
+    qkv = linear(h, w.qkv_proj).view(B, T, -1, c.head_dim).transpose(1, 2)
     q, k, v = qkv.split((H, KV, KV), dim=1)  # (B,H,T,hd), (B,KV,T,hd), (B,KV,T,hd)
     q = rotate(rms_norm(q, w.q_norm, c.eps), *rope)  # norm first: the two do not commute
     k = rotate(rms_norm(k, w.k_norm, c.eps), *rope)
     k, v = update(kv, k, v, pos)  # (B,KV,S,hd)
-    y = (
-        attention(q, k, v, mask, rows[0] is not None).transpose(1, 2).reshape(B, T, -1)
-    )  # (B,T,H hd)
-    x = x + linear(y, w.o_proj, None, rows[1])
+    y = attention(q, k, v, mask).transpose(1, 2).reshape(B, T, -1)  # (B,T,H hd)
+    x = x + linear(y, w.o_proj)
 
     h = rms_norm(x, w.post_attention_layernorm, c.eps)
-    gate, up = linear(h, w.gate_up_proj, None, rows[2]).chunk(2, dim=-1)  # (B,T,I) each
-    return x + linear(F.silu(gate) * up, w.down_proj, None, rows[3])
+    gate, up = linear(h, w.gate_up_proj).chunk(2, dim=-1)  # (B,T,I) each
+    return x + linear(F.silu(gate) * up, w.down_proj)
 
 
-def gpt2_block(x, w, kv, update, pos, mask, rope, rows, c):
+def gpt2_block(x, w, kv, update, pos, mask, rope, c):
     """x (B,T,D) -> (B,T,D). Pre-norm, multi-head attention, MLP with tanh-approximated GELU."""
     B, T, D = x.shape
 
     h = F.layer_norm(x, (D,), w.ln_1_weight, w.ln_1_bias, c.eps)
-    qkv = linear(h, w.c_attn_weight, w.c_attn_bias, rows[0])
+    qkv = linear(h, w.c_attn_weight, w.c_attn_bias)
     q, k, v = qkv.view(B, T, 3, -1, c.head_dim).permute(2, 0, 3, 1, 4)  # (B,H,T,hd) each
     k, v = update(kv, k, v, pos)  # (B,H,S,hd)
-    y = attention(q, k, v, mask, rows[0] is not None).transpose(1, 2).reshape(B, T, D)
-    x = x + linear(y, w.attn_c_proj_weight, w.attn_c_proj_bias, rows[1])
+    y = attention(q, k, v, mask).transpose(1, 2).reshape(B, T, D)
+    x = x + linear(y, w.attn_c_proj_weight, w.attn_c_proj_bias)
 
     h = F.layer_norm(x, (D,), w.ln_2_weight, w.ln_2_bias, c.eps)
-    h = F.gelu(linear(h, w.c_fc_weight, w.c_fc_bias, rows[2]), approximate="tanh")
-    return x + linear(h, w.mlp_c_proj_weight, w.mlp_c_proj_bias, rows[3])
+    h = F.gelu(linear(h, w.c_fc_weight, w.c_fc_bias), approximate="tanh")
+    return x + linear(h, w.mlp_c_proj_weight, w.mlp_c_proj_bias)
 
 
-def head(x, norm, lm_head, row, c):
+def head(x, norm, lm_head, c):
     """x (B,T,D) -> logits (B,T,V) in fp32. A norm with a bias is GPT-2's LayerNorm."""
     if len(norm) == 2:
         h = F.layer_norm(x, x.shape[-1:], *norm, c.eps)
     else:
         h = rms_norm(x, *norm, c.eps)
-    return linear(h, lm_head, None, row).float()
+    return linear(h, lm_head).float()
 
 
 def rms_norm(x, weight, eps):
@@ -212,7 +209,7 @@ def visible(pos, pad, S):
     return mask[:, None]
 
 
-def attention(q, k, v, mask, one_row=False):
+def attention(q, k, v, mask):
     """q (B,H,T,hd), k and v (B,KV,S,hd), mask (B,1,T,S) or None -> (B,H,T,hd).
 
     None means T == S and causal; with T < S SDPA's triangle would start at the wrong corner.
@@ -223,36 +220,57 @@ def attention(q, k, v, mask, one_row=False):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=H != KV)
     # The H / KV query heads that share a key head become rows of one product: `enable_gqa`
     # would copy K and V for each of them, or fall back to a slow kernel.
+    one_row = one_row_compiled(q)
     q = q.reshape(B, KV, -1, hd)  # (B,KV,H/KV T,hd)
     mask = mask.repeat(1, 1, H // KV, 1)  # (B,1,H/KV T,S)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).view(B, H, T, hd)
+    if one_row:
+        y = attention_of_one_row(q, k, v, mask)
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return y.reshape(B, H, T, hd).to(q.dtype)
 
 
-def linear(x, weight, bias=None, row=None):
-    """x (B,T,in) times weight (out,in) -> (B,T,out).
+def attention_of_one_row(q, k, v, mask):
+    """q (1,KV,G,hd), k and v (1,KV,S,hd), mask (1,1,G,S) -> (1,KV,G,hd), under torch.compile.
 
-    row (in,), fp32, is given for a single row of x under torch.compile. That product reads every
-    weight once and does next to nothing with it, so its cost is reading memory, and a matrix
-    library, made to reuse what it loads, reaches half the bandwidth. Written as a reduction it
-    becomes one plain loop over the weights. Copying x to `row` first matters as much: the
-    compiler would inline what produced x (a norm, a silu) into that loop and compute it again
-    for every weight, but it does not look behind a buffer that is written to.
+    As in `linear`, reading is what costs, so K and V are read once, in order, for all G query
+    heads that share them: sums over the same range become one loop. The sum over slots would
+    walk down V a few columns at a time; in four parts, side by side, it takes whole rows.
     """
-    if row is None:
+    G, hd = q.shape[2:]
+    q, k, v = q.float(), k.float(), v.float()
+    scores = torch.stack([(q[:, :, g, None] * k).sum(dim=-1) for g in range(G)], dim=2)
+    p = (scores * hd**-0.5).masked_fill(~mask, -math.inf).softmax(dim=-1)  # (1,KV,G,S)
+    parts = v.chunk(4, dim=-1)
+    rows = [
+        torch.cat([(p[:, :, g, :, None] * part).sum(dim=-2) for part in parts], dim=-1)
+        for g in range(G)
+    ]
+    return torch.stack(rows, dim=2)
+
+
+def linear(x, weight, bias=None):
+    """x (B,T,in) times weight (out,in) -> (B,T,out); compiled, one row is a loop of its own.
+
+    The product of a single row reads every weight once and does next to nothing with it: its
+    cost is reading memory. A matrix library, built to reuse what it loads, reaches half of the
+    bandwidth here; written as a reduction, the compiler makes it one plain loop over the
+    weights. It would also inline what produced x (a norm, a silu) into that loop and compute it
+    anew for every weight. `as_strided` prevents that: it addresses memory, so x must be in it.
+    """
+    if not one_row_compiled(x):
         return F.linear(x, weight, bias)
-    row.copy_(x.view(-1))
-    y = (weight * row).sum(dim=-1)  # fp32, by promotion
+    row = x.view(-1).float().as_strided((x.shape[-1],), (1,))
+    # Two halves share a loop: two streams of memory, and twice the sums in flight.
+    y = torch.cat([(half * row).sum(dim=-1) for half in weight.chunk(2)])  # fp32, by promotion
     if bias is not None:
         y = y + bias
     return y.to(x.dtype).view(1, 1, -1)
 
 
-def scratch_rows(x, c):
-    """The buffers of `linear` for x (B,T,D), one a product of a block; none for several rows."""
-    if x.shape[0] * x.shape[1] > 1:
-        return (None,) * 4
-    widths = (c.hidden_size, c.num_attention_heads * c.head_dim, c.hidden_size, c.intermediate_size)
-    return tuple(torch.empty(width, device=x.device) for width in widths)
+def one_row_compiled(x):
+    """Whether torch.compile is tracing a step of a single sequence: x (1,1,...)."""
+    return torch.compiler.is_compiling() and x.shape[0] * x.shape[-2] == 1
 
 
 @functools.cache
