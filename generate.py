@@ -62,7 +62,7 @@ def generate(
     sampling = (temperature, top_k, top_p)
     check(
         model.config, model.device, prompts, max_new_tokens, cache, compile, cuda_graph, pipeline,
-        sampling, runners_up,
+        sampling, seed, runners_up,
     )  # fmt: skip
     if isinstance(cache, str):
         needed = max(map(len, prompts)) + max(max_new_tokens, 1) - 1
@@ -195,8 +195,8 @@ def left_pad(prompts, device):
 
 
 def check(
-    config, device, prompts, max_new_tokens, cache, compile, cuda_graph, pipeline, sampling,
-    runners_up=0,
+    config, device, prompts, max_new_tokens, cache, compile, cuda_graph, pipeline,
+    sampling, seed, runners_up,
 ):  # fmt: skip
     """Raises ValueError with a line that names the numbers and the way out."""
     if not prompts or not all(prompts):
@@ -242,6 +242,8 @@ def check(
         raise ValueError(f"top_k must be 0 (off) or more, not {top_k}")
     if not 0 <= top_p <= 1:
         raise ValueError(f"top_p must lie between 0 and 1.0 (off), not {top_p}")
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed {seed} does not fit in 64 bits")
     if runners_up and pipeline != "off":
         raise ValueError("showing tokens needs the logits of every step: use --pipeline off")
 
@@ -274,71 +276,38 @@ def parse_arguments(argv):
     )
     parser.error = lambda message: parser.exit(2, f"error: {message} (see --help)\n")
     add = parser.add_argument
-    add(
-        "--model",
-        default="tiny-qwen3",
-        metavar="NAME",
+    # fmt: off
+    add("--model", default="tiny-qwen3", metavar="NAME",
         help=f"{', '.join([*models.TINY, *models.HUB])}; a hub id org/name; or a folder with "
-        "config.json, tokenizer.json and safetensors (default: %(default)s, in the clone)",
-    )
-    add(
-        "--prompt",
-        action="append",
-        required=True,
-        metavar="TEXT",
-        help="repeat it for a batch; - reads standard input; empty starts a new text",
-    )
+        "config.json, tokenizer.json and safetensors (default: %(default)s, in the clone)")
+    add("--prompt", action="append", required=True, metavar="TEXT",
+        help="repeat it for a batch; - reads standard input; empty starts a new text")
     add("--max-new-tokens", type=int, default=100, metavar="N", help="default: %(default)s")
     add("--device", default="auto", help="auto (cuda, then mps, xpu, cpu) or a torch device")
-    add(
-        "--dtype",
-        default="auto",
-        choices=["auto", *models.DTYPES],
-        help="auto: the checkpoint's own, where the device computes with it",
-    )
-    add(
-        "--matmul-precision",
-        default="highest",
-        choices=["highest", "high"],
-        help="high allows TF32 for float32 products on CUDA",
-    )
+    add("--dtype", default="auto", choices=["auto", *models.DTYPES],
+        help="auto: the checkpoint's own, where the device computes with it")
+    add("--matmul-precision", default="highest", choices=["highest", "high"],
+        help="high allows TF32 for float32 products on CUDA")
     add("--cache", default="preallocated", choices=CACHES, help="default: %(default)s")
-    add(
-        "--compile",
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="max-autotune",
-        help="compile the step; slow first token, then faster",
-    )
+    add("--compile", nargs="?", const=True, default=False, metavar="max-autotune",
+        help="compile the step: the first tokens take long, the others are faster")
     add("--cuda-graph", action="store_true", help="capture the step once, then replay it")
-    add(
-        "--pipeline",
-        default="off",
-        choices=["off", "event", "ping-pong"],
-        help="read a token while the next step runs (default: %(default)s)",
-    )
+    add("--pipeline", default="off", choices=[mode for mode in MODES if mode != "unchecked"],
+        help="read a token while the next step runs (default: %(default)s)")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--top-k", type=int, default=0, metavar="K", help="draw from the K best; 0 is off")
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="draw from the best that hold probability P; 1.0 is off",
-    )
+    add("--top-p", type=float, default=1.0, metavar="P",
+        help="draw from the best that together hold probability P; 1.0 is off")
     add("--seed", type=int, help="same seed, same text")
     add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
     add("--system", metavar="TEXT", help="system message, with --chat")
     add("--no-think", action="store_true", help="answer without thinking first, with --chat")
     add("--ignore-eos", action="store_true", help="run to the length limit")
-    add(
-        "--show-tokens",
-        action="store_true",
-        help="show ids, pieces, probabilities and runners-up instead of text",
-    )
+    add("--show-tokens", action="store_true",
+        help="show ids, pieces, probabilities and runners-up instead of text")
     add("--json", action="store_true", help="print one JSON object instead of text")
-    args = parser.parse_args(argv)  # fmt: skip
+    # fmt: on
+    args = parser.parse_args(argv)
     if not args.chat and (args.system is not None or args.no_think):
         parser.error("--system and --no-think need --chat")
     if args.json and args.show_tokens:
@@ -356,7 +325,7 @@ def run_command(args):
     sampling = (args.temperature, args.top_k, args.top_p)
     runners_up = 4 if args.show_tokens else 0
     check(config, device, prompts, args.max_new_tokens, args.cache, args.compile,
-          args.cuda_graph, args.pipeline, sampling, runners_up)  # fmt: skip
+          args.cuda_graph, args.pipeline, sampling, args.seed, runners_up)  # fmt: skip
     if args.show_tokens:
         print_prompt_tokens(prompts, tokenizer)
         if args.max_new_tokens == 0:
@@ -390,10 +359,10 @@ def run_command(args):
         for row, id in enumerate(entries):
             if id is not None:
                 new_ids[row].append(id)
-                if id not in stop_ids:
-                    pieces[row].append(streams[row].put(id))
-        if streaming and pieces[0]:
-            write(pieces[0][-1])
+            if id is not None and id not in stop_ids:
+                pieces[row].append(streams[row].put(id))
+                if streaming:
+                    write(pieces[row][-1])
     for row, stream in enumerate(streams):
         pieces[row].append(stream.end())
     if streaming:

@@ -74,6 +74,7 @@ class GrowingCache:
         """Host side of a step: counts one more slot."""
         self.length = self.slots = self.length + 1
 
+    @torch.inference_mode()
     def feed(self, ids):
         """Device side of a step: ids (B,1) new tokens -> the same and their pos (1,)."""
         self.pos += 1
@@ -91,6 +92,7 @@ class GrowingCache:
         """Forgets everything from slot `length` on."""
         self.layers = [[t[:, :, :length] for t in kv] for kv in self.layers]
         self.length = self.slots = length
+        self.pos.fill_(length - 1)
 
 
 class PreallocatedCache:
@@ -121,7 +123,9 @@ class PreallocatedCache:
     @torch.inference_mode()
     def start(self, ids, pad):
         """Empties the cache. ids (B,T), pad [int] left padding a row -> ids and pos to feed."""
+        own_pad = self.pad
         pos = begin(self, ids, pad)
+        self.pad = own_pad.copy_(self.pad)  # captured graphs hold its address
         self.pos.fill_(self.length - 1)
         self.read(self.length)
         return ids, pos
