@@ -514,17 +514,21 @@ def find_weights(name, config):
 
 
 def read_weights(config, found, dtype, device):
-    """{our name: tensor}, each allocated once and filled piece by piece.
+    """{our name: tensor}, each allocated once and filled in slices of 64 MiB.
 
-    The file is opened anew for every piece: a mapped file's pages count as the process's memory
-    until it is closed, and would double the peak.
+    The file is opened anew for every slice: the pages of a mapped file count as the process's
+    memory until it is closed, and would double the peak.
     """
     values = {}
     for ours, pieces in layout(config).items():
         values[ours] = whole = empty_parameter(pieces, dtype, device)
         for part, (name, _) in zip(whole.split(split_sizes(pieces, whole)), pieces):
-            tensor = read_tensor(*found[name])
-            part.copy_(tensor.T if transposed(name) else tensor)
+            path, key = found[name]
+            part = part.T if transposed(name) else part
+            rows = max(1, 2**26 * len(part) // part.nbytes)
+            for i in range(0, len(part), rows):
+                with open_safetensors(path) as file:
+                    part[i : i + rows].copy_(file.get_slice(key)[i : i + rows])
     return values
 
 
@@ -547,13 +551,13 @@ def read_tensor(path, key):
 
 
 def read_json(path):
-    """The JSON object in a file."""
+    """The JSON object in a file; a broken one is a ValueError that names it."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise ValueError(f"{path} is not valid JSON ({e})") from e
+    except ValueError as error:
+        raise ValueError(f"{path} is not a valid JSON object: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
+        raise ValueError(f"{path} is not a valid JSON object: it holds a {type(value).__name__}")
     return value
 
 

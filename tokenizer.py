@@ -13,7 +13,7 @@ from functools import partial
 import tokenizers
 from tokenizers.decoders import ByteLevel
 
-from model import find_file
+from model import find_file, read_json
 
 # Put inside the name of a special token to make it plain text for a while. Half a surrogate pair is
 # in no valid text, so taking it out again removes nothing else.
@@ -49,15 +49,15 @@ class Tokenizer:
         names = sorted(map(re.escape, self._special), key=len, reverse=True)
         self._any_special = "|".join(names) or "(?!)"
 
-        self._config = read_json(name_or_folder, "tokenizer_config.json")
+        self._config = settings(name_or_folder, "tokenizer_config.json")
         self._named = {  # bos_token, eos_token and so on: the text, or a dict that holds it
             key: value["content"] if isinstance(value, dict) else value
             for key, value in self._config.items()
             if key.endswith("_token") and isinstance(value, (str, dict))
         }
         self.end_of_turn = self._tk.token_to_id(self._named.get("eos_token", ""))
-        config = read_json(name_or_folder, "config.json")
-        self._settings = config | read_json(name_or_folder, "generation_config.json")
+        config = settings(name_or_folder, "config.json")
+        self._settings = config | settings(name_or_folder, "generation_config.json")
         # The first source that has one, no union: base and chat models share a tokenizer file.
         stop = self._settings.get("eos_token_id", self.end_of_turn)
         self.stop_ids = () if stop is None else tuple(stop) if isinstance(stop, list) else (stop,)
@@ -203,11 +203,7 @@ def check_unicode(text):
     return text
 
 
-def read_json(name_or_folder, filename):
+def settings(name_or_folder, filename):
     """A model's JSON file as a dict without nulls, {} without a file; ValueError if broken."""
     path = find_file(name_or_folder, filename)
-    try:
-        data = json.loads(path.read_text("utf-8")) if path else {}
-        return {key: value for key, value in data.items() if value is not None}
-    except (ValueError, AttributeError) as error:  # not UTF-8, not JSON, or not an object
-        raise ValueError(f"{path} is not a valid JSON object: {error}") from None
+    return {k: v for k, v in (read_json(path) if path else {}).items() if v is not None}
