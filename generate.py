@@ -59,23 +59,24 @@ def generate(
     temperature 0 takes the best token; top_k 0 and top_p 1.0 are off; seed None draws anew.
     Raises ValueError, before anything runs, for what cannot work.
     """
-    sampling = (temperature, top_k, top_p)
     check(
         model.config, model.device, prompts, max_new_tokens, cache, compile, cuda_graph, pipeline,
-        sampling, seed, runners_up,
+        temperature, top_k, top_p, seed, runners_up,
     )  # fmt: skip
     if isinstance(cache, str):
         needed = max(map(len, prompts)) + max(max_new_tokens, 1) - 1
         cache = CACHES[cache](model, len(prompts), needed)
     if compile == "max-autotune":
         compile = "max-autotune-no-cudagraphs"  # graphs are captured here, not by the compiler
-    request = model, cache, prompts, max_new_tokens, tuple(stop_ids), sampling
-    return decode(*request, compile, cuda_graph, pipeline, seed, runners_up)
+    return decode(
+        model, prompts, max_new_tokens, cache, compile, cuda_graph, pipeline, tuple(stop_ids),
+        (temperature, top_k, top_p), seed, runners_up,
+    )  # fmt: skip
 
 
 def decode(
-    model, cache, prompts, max_new_tokens, stop_ids, sampling,
-    compile, cuda_graph, pipeline, seed, runners_up,
+    model, prompts, max_new_tokens, cache, compile, cuda_graph, pipeline, stop_ids,
+    sampling, seed, runners_up,
 ):  # fmt: skip
     """The one decode loop: `generate` without the checks."""
     if max_new_tokens == 0:
@@ -196,7 +197,7 @@ def left_pad(prompts, device):
 
 def check(
     config, device, prompts, max_new_tokens, cache, compile, cuda_graph, pipeline,
-    sampling, seed, runners_up,
+    temperature, top_k, top_p, seed, runners_up,
 ):  # fmt: skip
     """Raises ValueError with a line that names the numbers and the way out."""
     if not prompts or not all(prompts):
@@ -235,7 +236,6 @@ def check(
         raise ValueError("CUDA graphs need fixed addresses: use --cache preallocated")
     if pipeline not in MODES:
         raise ValueError(f"pipeline {pipeline!r} is not one of {', '.join(MODES)}")
-    temperature, top_k, top_p = sampling
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature must be 0 (greedy) or more, not {temperature}")
     if top_k < 0:
@@ -322,10 +322,10 @@ def run_command(args):
     tokenizer = Tokenizer(args.model)
     texts = [read_stdin() if prompt == "-" else prompt for prompt in args.prompt]
     prompts = [encode_prompt(tokenizer, text, args) for text in texts]
-    sampling = (args.temperature, args.top_k, args.top_p)
-    runners_up = 4 if args.show_tokens else 0
-    check(config, device, prompts, args.max_new_tokens, args.cache, args.compile,
-          args.cuda_graph, args.pipeline, sampling, args.seed, runners_up)  # fmt: skip
+    names = "cache compile cuda_graph pipeline temperature top_k top_p seed".split()
+    options = {name: getattr(args, name) for name in names}
+    options["runners_up"] = 4 if args.show_tokens else 0
+    check(config, device, prompts, args.max_new_tokens, **options)
     if args.show_tokens:
         print_prompt_tokens(prompts, tokenizer)
         if args.max_new_tokens == 0:
@@ -341,16 +341,27 @@ def run_command(args):
     stop_ids = () if args.ignore_eos else tokenizer.stop_ids
     if args.chat and not args.ignore_eos and tokenizer.end_of_turn is not None:
         stop_ids = (*stop_ids, tokenizer.end_of_turn)
-    steps = generate(
-        model, prompts, args.max_new_tokens, cache=args.cache, compile=args.compile,
-        cuda_graph=args.cuda_graph, pipeline=args.pipeline, stop_ids=stop_ids,
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed,
-        runners_up=runners_up,
-    )  # fmt: skip
-    streaming = len(prompts) == 1 and not args.json and not args.show_tokens
-    new_ids, streams, times = [[] for _ in prompts], [tokenizer.stream() for _ in prompts], []
-    pieces = [[] for _ in prompts]
     begin = time.perf_counter()
+    steps = generate(model, prompts, args.max_new_tokens, stop_ids=stop_ids, **options)
+    new_ids, new_texts, times = consume(steps, tokenizer, stop_ids, args)
+    stats = statistics(prompts, new_ids, load_s, begin, times, device)
+    if not args.json:
+        return print_statistics(stats, model, args)
+    finish = ["stop" if ids and ids[-1] in stop_ids else "length" for ids in new_ids]
+    print(json.dumps({
+        "model": args.model, "device": str(model.device), "dtype": dtype_name(model),
+        "cache": args.cache, "compile": args.compile, "cuda_graph": args.cuda_graph,
+        "pipeline": args.pipeline, "prompts": texts, "prompt_ids": prompts,
+        "new_ids": new_ids, "texts": new_texts, "finish": finish, "stats": stats,
+    }))  # fmt: skip
+
+
+def consume(steps, tokenizer, stop_ids, args):
+    """Shows the steps as they come, unless --json -> (new ids, texts, time of each step)."""
+    rows = len(args.prompt)
+    streaming = rows == 1 and not args.json and not args.show_tokens
+    new_ids, pieces, times = [[] for _ in range(rows)], [[] for _ in range(rows)], []
+    streams = [tokenizer.stream() for _ in range(rows)]
     for entries in steps:
         times.append(time.perf_counter())
         if args.show_tokens:
@@ -365,24 +376,13 @@ def run_command(args):
                     write(pieces[row][-1])
     for row, stream in enumerate(streams):
         pieces[row].append(stream.end())
+    texts = ["".join(parts) for parts in pieces]
     if streaming:
         write(pieces[0][-1] + "\n")
-    out_texts = ["".join(parts) for parts in pieces]
-    finish = ["stop" if ids and ids[-1] in stop_ids else "length" for ids in new_ids]
-    stats = statistics(prompts, new_ids, load_s, begin, times, device)
-    if args.json:
-        print(json.dumps({
-            "model": args.model, "device": str(model.device), "dtype": dtype_name(model),
-            "cache": args.cache, "compile": args.compile, "cuda_graph": args.cuda_graph,
-            "pipeline": args.pipeline, "prompts": texts, "prompt_ids": prompts,
-            "new_ids": new_ids, "texts": out_texts, "finish": finish, "stats": stats,
-        }))  # fmt: skip
-        return
-    if len(prompts) > 1 and not args.show_tokens:
-        for number, text in enumerate(out_texts, 1):
+    elif not args.json and not args.show_tokens:
+        for number, text in enumerate(texts, 1):
             write(f"[{number}]\n{text}\n")
-    sys.stdout.flush()
-    print_statistics(stats, model, args)
+    return new_ids, texts, times
 
 
 def encode_prompt(tokenizer, text, args):

@@ -64,14 +64,14 @@ class GPT2Layer(NamedTuple):
 
     ln_1_weight: Tensor  # (D,)
     ln_1_bias: Tensor
-    c_attn_weight: Tensor  # (3 D, D): q, k, v
-    c_attn_bias: Tensor
+    attn_c_attn_weight: Tensor  # (3 D, D): q, k, v
+    attn_c_attn_bias: Tensor
     attn_c_proj_weight: Tensor  # (D, D)
     attn_c_proj_bias: Tensor
     ln_2_weight: Tensor  # (D,)
     ln_2_bias: Tensor
-    c_fc_weight: Tensor  # (I, D)
-    c_fc_bias: Tensor
+    mlp_c_fc_weight: Tensor  # (I, D)
+    mlp_c_fc_bias: Tensor
     mlp_c_proj_weight: Tensor  # (D, I)
     mlp_c_proj_bias: Tensor
 
@@ -86,7 +86,6 @@ class Model:
     layers: list  # of Qwen3Layer or GPT2Layer
     norm: tuple  # final norm: (weight,) or (weight, bias)
     lm_head: Tensor  # (V, D); the very tensor embed_tokens when tied
-    name: str = ""
 
     @property
     def device(self):
@@ -159,14 +158,14 @@ def gpt2_block(x, w, kv, update, pos, mask, rope, c):
     B, T, D = x.shape
 
     h = F.layer_norm(x, (D,), w.ln_1_weight, w.ln_1_bias, c.eps)
-    qkv = linear(h, w.c_attn_weight, w.c_attn_bias)
+    qkv = linear(h, w.attn_c_attn_weight, w.attn_c_attn_bias)
     q, k, v = qkv.view(B, T, 3, -1, c.head_dim).permute(2, 0, 3, 1, 4)  # (B,H,T,hd) each
     k, v = update(kv, k, v, pos)  # (B,H,S,hd)
     y = attention(q, k, v, mask).transpose(1, 2).reshape(B, T, D)
     x = x + linear(y, w.attn_c_proj_weight, w.attn_c_proj_bias)
 
     h = F.layer_norm(x, (D,), w.ln_2_weight, w.ln_2_bias, c.eps)
-    h = F.gelu(linear(h, w.c_fc_weight, w.c_fc_bias), approximate="tanh")
+    h = F.gelu(linear(h, w.mlp_c_fc_weight, w.mlp_c_fc_bias), approximate="tanh")
     return x + linear(h, w.mlp_c_proj_weight, w.mlp_c_proj_bias)
 
 
@@ -283,13 +282,12 @@ def compiled(function, mode):
 
 def mark_lengths_dynamic(x, pos, mask, rope, kv):
     """Tells the compiler which sizes change, so that the first graph serves every length."""
-    T, S = x.shape[1], None if mask is None else mask.shape[3]
-    lengths = [(x, 1), (pos, 0), *((r, 2) for r in rope or ()), *([(mask, 2)] if S else [])]
-    lengths = [] if T == 1 else lengths
-    lengths += [(mask, 3)] if S else []
-    lengths += [(t, 2) for t in kv or ()]
-    for tensor, dim in lengths:
-        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    lengths = [(mask, 3), *((t, 2) for t in kv or ())]  # S
+    if x.shape[1] > 1:  # T
+        lengths += [(x, 1), (pos, 0), (mask, 2), *((t, 2) for t in rope or ())]
+    for tensor, axis in lengths:
+        if tensor is not None:
+            torch._dynamo.maybe_mark_dynamic(tensor, axis)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -331,17 +329,15 @@ def load(name_or_folder, device="auto", dtype="auto", random_weights=False):
     device = choose_device(device)
     config = known_config(name_or_folder) if random_weights else None
     config = config or read_config(name_or_folder)
-    tensors = None if random_weights else find_weights(name_or_folder, config)
-    dtype = choose_dtype(dtype, config, tensors, device)
-    values = (
-        random_values(config, dtype, device)
-        if random_weights
-        else read_weights(config, tensors, dtype, device)
-    )
-    return assemble(config, values, str(name_or_folder))
+    if random_weights:
+        values = random_values(config, choose_dtype(dtype, config, None, device), device)
+    else:
+        found = find_weights(name_or_folder, config)
+        values = read_weights(config, found, choose_dtype(dtype, config, found, device), device)
+    return assemble(config, values)
 
 
-def assemble(config, values, name=""):
+def assemble(config, values):
     """A Model from {our name: tensor}, the names of `layout`; also how training starts one."""
     c = config
     layer_type = Qwen3Layer if c.model_type == "qwen3" else GPT2Layer
@@ -352,62 +348,49 @@ def assemble(config, values, name=""):
     norm = tuple(values[n] for n in ("norm", "norm_bias") if n in values)
     embed = values["embed_tokens"]
     lm_head = values.get("lm_head", embed)
-    return Model(c, embed, values.get("embed_positions"), layers, norm, lm_head, name)
+    return Model(c, embed, values.get("embed_positions"), layers, norm, lm_head)
 
 
 def layout(c):
     """{our name: [(checkpoint name, shape there), ...]}: where each parameter is kept on disk.
 
-    Several entries are stacked along the output axis. GPT-2 stores its projections as
-    (in, out); `transposed` says which. The order is the order of loading: largest first.
+    Several entries are stacked along the output axis. GPT-2 stores its projections as (in, out);
+    `transposed` says which. The order is that of loading: the largest first.
     """
-    D, hd, I = c.hidden_size, c.head_dim, c.intermediate_size  # noqa: E741
-    q, kv = c.num_attention_heads * hd, c.num_key_value_heads * hd
+    D, I, hd = c.hidden_size, c.intermediate_size, c.head_dim  # noqa: E741
     if c.model_type == "qwen3":
+        q, kv = c.num_attention_heads * hd, c.num_key_value_heads * hd
         names = {"embed_tokens": [("embed_tokens.weight", (c.vocab_size, D))]}
-        if not c.tie_word_embeddings:
-            names["lm_head"] = [("lm_head.weight", (c.vocab_size, D))]
-        for i in range(c.num_hidden_layers):
-            attn, mlp = f"layers.{i}.self_attn.", f"layers.{i}.mlp."
-            names |= {
-                f"{i}.input_layernorm": [(f"layers.{i}.input_layernorm.weight", (D,))],
-                f"{i}.qkv_proj": [
-                    (attn + "q_proj.weight", (q, D)),
-                    (attn + "k_proj.weight", (kv, D)),
-                    (attn + "v_proj.weight", (kv, D)),
-                ],
-                f"{i}.q_norm": [(attn + "q_norm.weight", (hd,))],
-                f"{i}.k_norm": [(attn + "k_norm.weight", (hd,))],
-                f"{i}.o_proj": [(attn + "o_proj.weight", (D, q))],
-                f"{i}.post_attention_layernorm": [
-                    (f"layers.{i}.post_attention_layernorm.weight", (D,))
-                ],
-                f"{i}.gate_up_proj": [
-                    (mlp + "gate_proj.weight", (I, D)),
-                    (mlp + "up_proj.weight", (I, D)),
-                ],
-                f"{i}.down_proj": [(mlp + "down_proj.weight", (D, I))],
-            }
-        return names | {"norm": [("norm.weight", (D,))]}
-    names = {
-        "embed_tokens": [("wte.weight", (c.vocab_size, D))],
-        "embed_positions": [("wpe.weight", (c.max_position_embeddings, D))],
-    }
+        last = {"norm": [("norm.weight", (D,))]}
+        attn = [(f"self_attn.{x}_proj.weight", (n, D)) for x, n in zip("qkv", (q, kv, kv))]
+        layer = {
+            "input_layernorm": [("input_layernorm.weight", (D,))],
+            "qkv_proj": attn,
+            "q_norm": [("self_attn.q_norm.weight", (hd,))],
+            "k_norm": [("self_attn.k_norm.weight", (hd,))],
+            "o_proj": [("self_attn.o_proj.weight", (D, q))],
+            "post_attention_layernorm": [("post_attention_layernorm.weight", (D,))],
+            "gate_up_proj": [(f"mlp.{x}_proj.weight", (I, D)) for x in ("gate", "up")],
+            "down_proj": [("mlp.down_proj.weight", (D, I))],
+        }
+    else:
+        names = {"embed_tokens": [("wte.weight", (c.vocab_size, D))]}
+        names["embed_positions"] = [("wpe.weight", (c.max_position_embeddings, D))]
+        last = {"norm": [("ln_f.weight", (D,))], "norm_bias": [("ln_f.bias", (D,))]}
+        shapes = {"ln_1": (D,), "ln_2": (D,), "attn.c_attn": (D, 3 * D), "attn.c_proj": (D, D)}
+        shapes |= {"mlp.c_fc": (D, I), "mlp.c_proj": (I, D)}
+        layer = {}
+        for name, shape in shapes.items():
+            ours = name.replace(".", "_")
+            layer[f"{ours}_weight"] = [(f"{name}.weight", shape)]
+            layer[f"{ours}_bias"] = [(f"{name}.bias", shape[-1:])]
     if not c.tie_word_embeddings:
         names["lm_head"] = [("lm_head.weight", (c.vocab_size, D))]
+    stack = "layers" if c.model_type == "qwen3" else "h"
     for i in range(c.num_hidden_layers):
-        for ours, theirs, n_in, n_out in (
-            ("c_attn", "attn.c_attn", D, 3 * D),
-            ("attn_c_proj", "attn.c_proj", D, D),
-            ("c_fc", "mlp.c_fc", D, I),
-            ("mlp_c_proj", "mlp.c_proj", I, D),
-        ):
-            names[f"{i}.{ours}_weight"] = [(f"h.{i}.{theirs}.weight", (n_in, n_out))]
-            names[f"{i}.{ours}_bias"] = [(f"h.{i}.{theirs}.bias", (n_out,))]
-        for ln in ("ln_1", "ln_2"):
-            names[f"{i}.{ln}_weight"] = [(f"h.{i}.{ln}.weight", (D,))]
-            names[f"{i}.{ln}_bias"] = [(f"h.{i}.{ln}.bias", (D,))]
-    return names | {"norm": [("ln_f.weight", (D,))], "norm_bias": [("ln_f.bias", (D,))]}
+        for ours, pieces in layer.items():
+            names[f"{i}.{ours}"] = [(f"{stack}.{i}.{name}", shape) for name, shape in pieces]
+    return names | last
 
 
 def transposed(checkpoint_name):
