@@ -81,8 +81,8 @@ def decode(
     """The one decode loop: `generate` without the checks."""
     if max_new_tokens == 0:
         return
-    settings = (model, compile, sampling, stop_ids)
-    make = lambda: (Buffers(model, len(prompts), stop_ids, temperature=sampling[0]), {})  # noqa: E731
+    settings = (model, compile, sampling, stop_ids, runners_up > 0)
+    make = lambda: (Buffers(model, len(prompts), stop_ids, sampling[0], runners_up > 0), {})  # noqa: E731
     # Captured graphs hold the addresses of the buffers: both live on the cache, for next time.
     buffers, graphs = cache.graphs.setdefault(settings, make()) if cuda_graph else make()
     rng = torch.Generator(model.device)
@@ -136,14 +136,15 @@ class Buffers:
     """What a step reads and writes besides the cache, at addresses that stay the same."""
 
     @torch.inference_mode()
-    def __init__(self, model, batch_size, stop_ids, temperature):
+    def __init__(self, model, batch_size, stop_ids, temperature, keep_logits):
         device, V = model.device, model.config.vocab_size
         self.result = torch.zeros(2, batch_size, dtype=torch.int64, device=device)
         self.ids = self.result[0, :, None]  # (B,1) the new ids, fed to the next step
         self.stopped = self.result[1]  # (B,) 1 from the stop id on
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
+        # (B,V) fp32, each only where it is needed
         self.noise = torch.empty(batch_size, V, device=device) if temperature > 0 else None
-        self.logits = None  # (B,V) of the last step
+        self.logits = torch.empty(batch_size, V, device=device) if keep_logits else None
 
 
 def choose(logits, buffers, sampling):
@@ -156,7 +157,8 @@ def choose(logits, buffers, sampling):
         ids = (probabilities(logits, *sampling) / buffers.noise).argmax(dim=-1, keepdim=True)
     buffers.ids.copy_(ids)
     buffers.stopped.logical_or_((ids == buffers.stop_ids).any(dim=-1))
-    buffers.logits = logits
+    if buffers.logits is not None:
+        buffers.logits.copy_(logits)
 
 
 def probabilities(logits, temperature, top_k, top_p):
@@ -164,7 +166,9 @@ def probabilities(logits, temperature, top_k, top_p):
 
     The token that crosses top_p is kept, the best always is, and what is kept sums to 1.
     """
-    p = (logits / temperature).softmax(dim=-1)
+    # Differences to the best, so that a tiny temperature gives 0 and -inf instead of inf and NaN.
+    logits = logits - logits.amax(dim=-1, keepdim=True)
+    p = (logits / max(temperature, 1e-30)).softmax(dim=-1)
     if top_k or top_p < 1:
         k = min(top_k or p.shape[-1], p.shape[-1])
         best, index = p.topk(k, dim=-1)  # descending
@@ -230,6 +234,8 @@ def check(
         raise ValueError("compile 'reduce-overhead' is not supported: use --cuda-graph instead")
     if compile not in (False, True, "max-autotune"):
         raise ValueError(f"compile mode {compile!r} is not 'max-autotune'")
+    if device.type == "meta":
+        raise ValueError("device 'meta' holds shapes only: nothing can run there")
     if cuda_graph and device.type != "cuda":
         raise ValueError(f"CUDA graphs need a CUDA device, not {device.type}: drop --cuda-graph")
     if cuda_graph and cache != "preallocated" and not isinstance(cache, CACHES["preallocated"]):
@@ -468,20 +474,20 @@ def print_prompt_tokens(prompts, tokenizer):
     for number, ids in enumerate(prompts, 1):
         write("prompt\n" if len(prompts) == 1 else f"prompt [{number}]\n")
         for id in ids:
-            write(f"{id:>8}  {quoted(tokenizer, id)}\n")
+            write(f"{id:>8}  {pad(quoted(tokenizer, id), 90).rstrip()}\n")
 
 
 def print_new_tokens(step, entries, tokenizer):
     """One line a row: the step, the chosen id and piece with its probability, four others."""
     if step == 1:
-        write(f"\n step      id  {pad('chosen', 16)}     p   runners-up\n")
+        write(f"\n    step      id  {pad('chosen', 14)}     p   runners-up\n")
     for row, entry in enumerate(entries, 1):
         if entry is None:
             continue
         id, p, others = entry
         label = str(step) if len(entries) == 1 else f"[{row}]{step}"
         best = "  ".join(f"{pad(quoted(tokenizer, i), 9)}{q:4.0%}" for i, q in others)
-        write(f"{label:>5}{id:>8}  {pad(quoted(tokenizer, id), 16)}{p:6.1%}   {best}\n")
+        write(f"{label:>8}{id:>8}  {pad(quoted(tokenizer, id), 14)}{p:6.1%}   {best}\n")
 
 
 def quoted(tokenizer, id):
@@ -491,16 +497,16 @@ def quoted(tokenizer, id):
 
 def pad(text, width):
     """`text` cut or filled to `width` columns of a terminal, where some characters take two."""
-    columns, kept = 0, ""
-    for char in text:
-        size = (
-            0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in "WF")
-        )
-        if columns + size > width - 1:
-            kept, columns = kept[:-1] + "…", columns
-            break
-        kept, columns = kept + char, columns + size
-    return kept + " " * (width - columns)
+
+    def columns(text):
+        wide = sum(unicodedata.east_asian_width(char) in "WF" for char in text)
+        return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
+
+    if columns(text) >= width:
+        while columns(text) > width - 2:
+            text = text[:-1]
+        text += "…"
+    return text + " " * (width - columns(text))
 
 
 def dtype_name(model):
