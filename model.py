@@ -127,7 +127,7 @@ class Model:
             mask = visible(pos, cache.pad, cache.slots)
         if compile:
             block = compiled(block, compile)
-        for w, kv in zip(self.layers, cache.layers):
+        for w, kv in zip(self.layers, cache.layers, strict=True):
             if compile:
                 mark_lengths_dynamic(x, pos, mask, rope, kv)
             x = block(x, w, kv, cache.update, pos, mask, rope, c)
@@ -447,8 +447,10 @@ def find_weights(name, config):
             f"{name} has no model.safetensors and no index of shards; other formats are not read"
         )
     weight_map = read_json(index).get("weight_map") if index else {}
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"{index}: weight_map is missing")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) for shard in weight_map.values()
+    ):
+        raise ValueError(f"{index}: weight_map is not a map of keys to file names")
     keys = {}  # file: the keys it holds
     for shard in sorted(set(weight_map.values())) or ["model.safetensors"]:
         if shard != Path(shard).name or "\\" in shard:
@@ -488,11 +490,14 @@ def find_weights(name, config):
         if short not in expected:
             raise ValueError(f"{path}: unknown key {key}")
         with open_safetensors(path) as file:
-            shape = tuple(file.get_slice(key).get_shape())
+            header = file.get_slice(key)
+        shape = tuple(header.get_shape())
         if shape != expected[short]:
             raise ValueError(
                 f"{path}: {key} has the shape {shape}, config.json says {expected[short]}"
             )
+        if header.get_dtype() not in ("F32", "BF16", "F16"):
+            raise ValueError(f"{path}: {key} has the dtype {header.get_dtype()}, not a float")
     return found
 
 
@@ -545,11 +550,19 @@ def read_json(path):
 
 
 def read_config(name):
-    """Config from the model's config.json; what this code does not implement is refused by name."""
+    """Config from the model's config.json; raises ValueError that names the file and the key."""
     path = find_file(name, "config.json")
     if path is None:
         raise FileNotFoundError(f"{name} has no config.json")
     raw = read_json(path)
+    try:
+        return parse_config(raw, path)
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{path}: a value of the wrong type ({error})") from error
+
+
+def parse_config(raw, path):
+    """Config from the keys of a config.json; what is not implemented is refused by name."""
 
     def need(*keys):
         for key in keys:
@@ -566,9 +579,8 @@ def read_config(name):
         raise ValueError(f"{path}: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     model_type = need("model_type")
     if model_type == "qwen3":
-        rope = raw.get("rope_parameters") or {}
-        scaling = raw.get("rope_scaling") or {}
-        kind = scaling.get("rope_type") or scaling.get("type") or rope.get("rope_type") or "default"
+        rope = (raw.get("rope_parameters") or {}) | (raw.get("rope_scaling") or {})
+        kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind != "default":
             raise ValueError(f"{path}: rope type {kind!r} is not supported (only 'default')")
         theta = raw.get("rope_theta") or rope.get("rope_theta")
@@ -576,6 +588,7 @@ def read_config(name):
             raise ValueError(f"{path}: rope_theta is missing (top level or in rope_parameters)")
         refuse_unless("hidden_act", "silu")
         refuse_unless("attention_bias", False)
+        refuse_unless("partial_rotary_factor", 1, None)
         refuse_unless("use_sliding_window", False)
         if set(raw.get("layer_types") or ()) - {"full_attention"}:
             raise ValueError(f"{path}: layer_types other than 'full_attention' are not supported")
