@@ -82,9 +82,12 @@ def decode(
     if max_new_tokens == 0:
         return
     settings = (model, compile, sampling, stop_ids, runners_up > 0)
-    make = lambda: (Buffers(model, len(prompts), stop_ids, sampling[0], runners_up > 0), {})  # noqa: E731
     # Captured graphs hold the addresses of the buffers: both live on the cache, for next time.
-    buffers, graphs = cache.graphs.setdefault(settings, make()) if cuda_graph else make()
+    kept = cache.graphs if cuda_graph else {}
+    if settings not in kept:
+        kept.clear()  # what was captured for other settings would hold its memory for ever
+        kept[settings] = Buffers(model, len(prompts), stop_ids, sampling[0], runners_up > 0), {}
+    buffers, graphs = kept[settings]
     rng = torch.Generator(model.device)
     rng.manual_seed(seed) if seed is not None else rng.seed()
 
@@ -221,7 +224,7 @@ def check(
     elif not isinstance(cache, tuple(CACHES.values())):
         raise ValueError(f"cache must be a name or an object of kvcache.py, not {cache!r}")
     else:
-        limits.append(("the cache", cache.capacity or needed))
+        limits.append(("the cache", needed if cache.capacity is None else cache.capacity))
         if cache.batch_size != len(prompts):
             raise ValueError(f"the cache holds {cache.batch_size} rows, not {len(prompts)}")
     for what, limit in limits:
@@ -261,12 +264,15 @@ def check(
 def main(argv=None):
     """Runs the command line -> exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
     try:
+        if hasattr(sys.stdout, "reconfigure"):  # some terminals cannot show every character
+            sys.stdout.reconfigure(errors="replace")
         run_command(parse_arguments(argv))
         sys.stdout.flush()
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        if isinstance(error, BrokenPipeError):  # the reader of stdout has gone: nothing to say
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+    except BrokenPipeError:  # the reader of stdout has gone: nothing to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -460,7 +466,8 @@ def print_statistics(stats, model, args):
     if stats["prefill_s"] is not None:
         parts.append(f"first token after {stats['prefill_s']:.3f} s")
     if stats["decode_tokens_per_s"]:
-        parts.append(f"then {stats['decode_tokens_per_s']:.1f} tokens/s")
+        once = " with compiling" * bool(args.compile) + " with capturing" * args.cuda_graph
+        parts.append(f"then {stats['decode_tokens_per_s']:.1f} tokens/s{once}")
     if stats["peak_memory_bytes"]:
         parts.append(f"peak memory {stats['peak_memory_bytes'] / 2**20:,.0f} MiB")
     techniques = [f"{args.cache} cache" if args.cache != "none" else "no cache"]

@@ -118,11 +118,13 @@ class PreallocatedCache:
         ]
         self.pos = torch.zeros(1, dtype=torch.int64, device=model.device)
         self.pad = torch.zeros(batch_size, 1, dtype=torch.int64, device=model.device)
-        self.graphs = {}
+        self.layers, self.graphs = [], {}
 
     @torch.inference_mode()
     def start(self, ids, pad):
         """Empties the cache. ids (B,T), pad [int] left padding a row -> ids and pos to feed."""
+        for t in (t for kv in self.layers for t in kv):
+            t.zero_()  # all that the last request wrote: one NaN would outlive it
         own_pad = self.pad
         pos = begin(self, ids, pad)
         self.pad = own_pad.copy_(self.pad)  # captured graphs hold its address

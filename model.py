@@ -277,6 +277,8 @@ def compiled(function, mode):
     That needs weights, keys and values to come in as arguments, as nothing about them is then
     guarded but shape and dtype; it takes a fifth of the time of compiling the whole step.
     """
+    # One graph per cache, dtype and kind of batch that a process uses; the default limit is 8.
+    torch._dynamo.config.recompile_limit = 64
     options = torch._inductor.list_mode_options(mode) if isinstance(mode, str) else {}
     options = options | {"cpp.vec_isa_ok": True}  # no seconds of compiling to test the compiler
     return torch.compile(function, fullgraph=True, options=options)
@@ -622,6 +624,10 @@ def parse_config(raw, path):
         raise ValueError(
             f"{path}: model_type {model_type!r} is not supported (only 'qwen3' and 'gpt2')"
         )
+    for field, kind in Config.__annotations__.items():
+        value = getattr(config, field)
+        if (kind is int and type(value) is not int) or (kind is float and type(value) is str):
+            raise TypeError(f"{field} is {value!r}")
     if config.num_attention_heads % config.num_key_value_heads:
         raise ValueError(f"{path}: num_attention_heads is not a multiple of num_key_value_heads")
     return config
@@ -658,24 +664,28 @@ def find_file(name, filename):
         path = folder / filename
         return path if path.is_file() else None
     repository = HUB.get(name, name)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(repository)):
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(repository)):
         known = ", ".join([*TINY, *HUB])
         raise FileNotFoundError(
             f"no model or folder {name!r}; known names: {known}; or a hub id org/name"
         )
     import huggingface_hub as hub  # takes a second to import, and most runs do not need it
     from huggingface_hub import errors
+    from huggingface_hub.utils import logging as hub_logging
 
+    hub_logging.set_verbosity_error()  # it tries five times without network: one line is enough
     try:
         return Path(hub.hf_hub_download(repository, filename))
-    except errors.LocalEntryNotFoundError as e:
-        # Offline. A file that the cache lacks may not exist at all if it holds the others.
-        if isinstance(hub.try_to_load_from_cache(repository, "config.json"), str):
-            return None
+    except errors.LocalEntryNotFoundError as error:  # offline, and not in the cache
+        cached = {name for name in ("config.json", "model.safetensors.index.json")
+                  if isinstance(hub.try_to_load_from_cache(repository, name), str)}  # fmt: skip
+        optional = ("generation_config.json", "tokenizer_config.json", "chat_template.jinja")
+        if "config.json" in cached and (filename in optional or len(cached) == 2):
+            return None  # the model was used before, so what is not there does not exist
         raise ConnectionError(
-            f"{repository} is not in the local cache and the network cannot be reached; "
-            "--model tiny-qwen3 needs no download"
-        ) from e
+            f"{repository}: {filename} is not in the local cache and the network cannot be "
+            "reached; --model tiny-qwen3 needs no download"
+        ) from error
     except errors.EntryNotFoundError:
         return None
     except errors.GatedRepoError as e:

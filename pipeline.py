@@ -107,7 +107,8 @@ def replayable(step, graphs, key):
     if graphs[key] is None:
         graph = torch.cuda.CUDAGraph()
         pool = next((other.pool() for other in graphs.values() if other is not None), None)
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        stream = torch.cuda.Stream()  # on the current device; the default one stays on the first
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             step()
         graphs[key] = graph
     return graphs[key].replay

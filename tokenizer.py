@@ -51,7 +51,7 @@ class Tokenizer:
 
         self._config = settings(name_or_folder, "tokenizer_config.json")
         self._named = {  # bos_token, eos_token and so on: the text, or a dict that holds it
-            key: value["content"] if isinstance(value, dict) else value
+            key: value.get("content") or "" if isinstance(value, dict) else value
             for key, value in self._config.items()
             if key.endswith("_token") and isinstance(value, (str, dict))
         }
