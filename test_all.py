@@ -5161,3 +5161,33 @@ def test_train_says_what_is_wrong_in_one_line(case, tmp_path, train_main):
     assert error.startswith("error: ") and error.count("\n") == 1
     named = {"folder": str(out), "little text": "too little text"}.get(case, str(text))
     assert named in error
+
+
+def test_no_network_in_a_fresh_process(tmp_path):
+    """What other tests have imported by then may hide a missing import."""
+    env = dict(os.environ, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    command = [sys.executable, gen.__file__, "--model", "qwen3-0.6b", "--prompt", "x"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", (
+        "error: Qwen/Qwen3-0.6B: config.json is not in the local cache and the network cannot be "
+        "reached; --model tiny-qwen3 needs no download\n"
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_does_not_outlive_its_request(tiny, kind):
+    """KV-4: an object is emptied first; what is masked would still be multiplied."""
+    cache = kvcache.PreallocatedCache(tiny[kind], 1, 100)
+    expected = list(gen.generate(tiny[kind], [[1, 2, 3]], 20))
+    list(gen.generate(tiny[kind], [[5] * 60], 30, cache=cache))
+    with torch.inference_mode():
+        for tensor in (tensor for kv in cache.storage for tensor in kv):
+            tensor[:, :, :89] = math.nan
+    assert list(gen.generate(tiny[kind], [[1, 2, 3]], 20, cache=cache)) == expected
+
+
+def test_stop_ids_that_are_no_ids(folder, cli):
+    path = folder(generation_config={"eos_token_id": "x"})
+    status, out, err = cli("--model", path, "--prompt", "x")
+    assert (status, out) == (2, "")
+    assert err == f"error: {path}: eos_token_id 'x' is no id and no list of ids\n"

@@ -61,6 +61,8 @@ class Tokenizer:
         # The first source that has one, no union: base and chat models share a tokenizer file.
         stop = self._settings.get("eos_token_id", self.end_of_turn)
         self.stop_ids = () if stop is None else tuple(stop) if isinstance(stop, list) else (stop,)
+        if not all(isinstance(id, int) for id in self.stop_ids):
+            raise ValueError(f"{name_or_folder}: eos_token_id {stop!r} is no id and no list of ids")
 
     @property
     def bos_id(self):
