@@ -169,9 +169,7 @@ def probabilities(logits, temperature, top_k, top_p):
 
     The token that crosses top_p is kept, the best always is, and what is kept sums to 1.
     """
-    # Differences to the best, so that a tiny temperature gives 0 and -inf instead of inf and NaN.
-    logits = logits - logits.amax(dim=-1, keepdim=True)
-    p = (logits / max(temperature, 1e-30)).softmax(dim=-1)
+    p = (logits / max(temperature, 1e-30)).softmax(dim=-1)  # 1e-40 would give inf, then NaN
     if top_k or top_p < 1:
         k = min(top_k or p.shape[-1], p.shape[-1])
         best, index = p.topk(k, dim=-1)  # descending

@@ -583,11 +583,13 @@ def parse_config(raw, path):
         raise ValueError(f"{path}: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     model_type = need("model_type")
     if model_type == "qwen3":
-        rope = (raw.get("rope_parameters") or {}) | (raw.get("rope_scaling") or {})
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind != "default":
-            raise ValueError(f"{path}: rope type {kind!r} is not supported (only 'default')")
-        theta = raw.get("rope_theta") or rope.get("rope_theta")
+        theta = raw.get("rope_theta")
+        for rope in (raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}):
+            default = "default" if rope.keys() <= {"rope_theta"} else None
+            kind = rope.get("rope_type") or rope.get("type") or default
+            if kind != "default":
+                raise ValueError(f"{path}: rope type {kind!r} is not supported (only 'default')")
+            theta = theta or rope.get("rope_theta")
         if theta is None:
             raise ValueError(f"{path}: rope_theta is missing (top level or in rope_parameters)")
         refuse_unless("hidden_act", "silu")
