@@ -280,6 +280,7 @@ def main(argv=None):
 
 
 def parse_arguments(argv):
+    """The flags; an error is one line and exit status 2."""
     parser = argparse.ArgumentParser(
         description="Generate text with Qwen3 or GPT-2: text on stdout, statistics on stderr.",
         epilog="A base model continues the prompt. --chat is for models trained to answer.",
@@ -326,6 +327,7 @@ def parse_arguments(argv):
 
 
 def run_command(args):
+    """Checks everything that can be checked before the weights are read, then generates."""
     started = time.perf_counter()
     device = models.choose_device(args.device)
     config = models.read_config(args.model)
@@ -460,6 +462,7 @@ def peak_memory(device):
 
 
 def print_statistics(stats, model, args):
+    """One line on stderr: what ran where, and how fast."""
     parts = [f"{stats['prompt_tokens']} prompt + {stats['new_tokens']} new tokens"]
     if stats["prefill_s"] is not None:
         parts.append(f"first token after {stats['prefill_s']:.3f} s")
