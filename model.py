@@ -247,7 +247,7 @@ def attention_of_one_token(q, k, v, mask):
 
 
 def linear(x, weight, bias=None):
-    """x (B,T,in) times weight (out,in) -> (B,T,out); of one token a sequence it is a special case.
+    """x (B,T,in) times weight (out,in) -> (B,T,out), with two ways of its own for a step (T = 1).
 
     The product of a single row reads every weight once and does next to nothing with it: its
     cost is reading memory. A matrix library, built to reuse what it loads, reaches half of the
