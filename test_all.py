@@ -5138,7 +5138,7 @@ def test_train_stopped_by_ctrl_c_goes_on_where_it_was(stories, tmp_path):
     assert run.returncode == 130, errors
     state = torch.load(out / "state.pt")
     assert f"stopped after step {state['step']};" in errors and state["step"] >= 10
-    assert any(v["exp_avg"].any() for v in state["optimizer"]["state"].values())
+    assert any(v["exp_avg"].any() for v in state["adamw"]["state"].values())
     load(str(out))
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in run.stdout:

@@ -33,7 +33,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from kvcache import NoCache  # noqa: E402, I001
 from model import Config, assemble, checkpoint, choose_device, cpu_has_bfloat16  # noqa: E402
-from model import empty_parameter, head, layout, read_config  # noqa: E402
+from model import head, random_values, read_config  # noqa: E402
 
 END = "<|endoftext|>"
 CONTEXT = 512  # positions of the model, and tokens in a training row
@@ -41,8 +41,8 @@ SHAPES = {  # vocab_size, hidden_size, intermediate_size, layers, heads, key/val
     "qwen3": Config("qwen3", 4096, 256, 640, 4, 4, 2, 32, CONTEXT, 1e-6, 10000.0, True),
     "gpt2": Config("gpt2", 4096, 256, 1024, 4, 4, 4, 64, CONTEXT, 1e-5, None, True),
 }
-LEARNING_RATE = {"qwen3": 3e-3, "gpt2": 2e-3}  # the peak; without QK-norm more is too much
-ROWS = 4  # rows in a step
+LEARNING_RATE = 3e-3  # the peak
+ROWS = 8  # rows in a step
 MICRO = 2  # rows in one pass on a CPU, whose cache holds the scores (1024, V) of two
 WARMUP, DECAY = 100, 0.3  # learning rate: steps of warm-up; share of the minutes it decays in
 EVALUATE_EVERY = 240  # seconds
@@ -55,7 +55,6 @@ def main():
     p.add_argument("--minutes", type=float, required=True, help="in all, pauses not counted")
     p.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     p.add_argument("--device", default="auto")
-    p.add_argument("--learning-rate", type=float, help="the peak (3e-3 for qwen3, 2e-3 for gpt2)")
     p.add_argument("--compile", action="store_true", help="pays in long runs (see README.md)")
     try:
         train(p.parse_args())
@@ -66,7 +65,6 @@ def main():
 
 def train(args):
     device, out = choose_device(args.device), args.out
-    peak = args.learning_rate or LEARNING_RATE[args.arch]
     config, state = SHAPES[args.arch], None
     if (out / "state.pt").exists():
         config = read_config(str(out))
@@ -99,21 +97,27 @@ def train(args):
     if n_rows < ROWS:
         raise ValueError(f"too little text: {n_rows} rows of {CONTEXT} tokens, a step takes {ROWS}")
 
-    # Model and optimizer: the weights stay in fp32, autocast multiplies them in bf16
+    # Model and optimizers: the weights stay in fp32, autocast multiplies them in bf16
     values = state["values"] if state else initial_values(config, device)
     for value in values.values():
         value.requires_grad_(True)
     model = assemble(config, values)
-    # A position gets one token of gradient per row: at the full rate the noise would drown it
-    kinds = {"matrix": (1, 0.1), "vector": (1, 0.0), "position": (0.1, 0.0)}
-    groups = {kind: {"params": [], "scale": s, "weight_decay": w} for kind, (s, w) in kinds.items()}
-    for name, v in values.items():
-        kind = "vector" if v.dim() == 1 else "position" if "position" in name else "matrix"
-        groups[kind]["params"].append(v)
-    groups = [group for group in groups.values() if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
-    if state:
-        optimizer.load_state_dict(state["optimizer"])
+    # Muon (https://kellerjordan.github.io/posts/muon) for the matrices of the blocks, AdamW for the
+    # rest. A position gets one token of gradient per row: at full rate the noise would drown it.
+    matrices, others = [], []
+    for name, value in values.items():
+        if value.dim() == 2 and "embed" not in name:
+            matrices.append(value)
+        else:
+            decay, scale = 0.1 * (name == "embed_tokens"), 0.1 if "position" in name else 1.0
+            others.append({"params": [value], "weight_decay": decay, "scale": scale})
+    matrices = [{"params": matrices, "scale": 1.0}]
+    optimizers = {
+        "muon": torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        "adamw": torch.optim.AdamW(others, betas=(0.9, 0.95), fused=True),
+    }
+    for name, optimizer in optimizers.items() if state else ():
+        optimizer.load_state_dict(state[name])
     half = device.type in ("cuda", "xpu") or (device.type == "cpu" and cpu_has_bfloat16())
     micro = MICRO if device.type == "cpu" else ROWS
 
@@ -172,11 +176,12 @@ def train(args):
             losses[-1] += loss.item()
         torch.nn.utils.clip_grad_norm_(values.values(), 1.0)
         # Warm-up, a plateau, a straight way down: a plateau can be prolonged by resuming
-        rate = min((step + 1) / WARMUP, 1, (1 - seconds / budget) / DECAY) * peak
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group["scale"]
-        optimizer.step()
-        optimizer.zero_grad()
+        rate = min((step + 1) / WARMUP, 1, (1 - seconds / budget) / DECAY) * LEARNING_RATE
+        for optimizer in optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group["scale"]
+            optimizer.step()
+            optimizer.zero_grad()
         step += 1
 
         # A step that takes far longer than others was compiled, or the process was suspended
@@ -196,8 +201,9 @@ def train(args):
                 tensors = {n: t.to("cpu", torch.bfloat16) for n, t in checkpoint(model).items()}
                 save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
             state = {"values": {name: value.detach() for name, value in values.items()}}
-            state |= {"optimizer": optimizer.state_dict(), "step": step, "seconds": seconds}
-            torch.save(state | {"best": best}, out / "state.tmp")
+            state |= {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+            state |= {"step": step, "seconds": seconds, "best": best}
+            torch.save(state, out / "state.tmp")
             (out / "state.tmp").replace(out / "state.pt")  # a stop before this loses nothing
     if interrupted:
         print(f"stopped after step {step}; the same command continues", file=sys.stderr)
@@ -232,16 +238,11 @@ def train_tokenizer(docs, config):
 
 def initial_values(config, device):
     """As in GPT-2: normal(0, 0.02), less for what adds to the residual stream (2 per layer)."""
-    torch.manual_seed(0)
-    values = {}
-    for name, pieces in layout(config).items():
-        value = values[name] = empty_parameter(pieces, torch.float32, device)
-        if value.dim() == 2:
-            adds = name.endswith(("o_proj", "down_proj", "c_proj_weight"))
-            value.normal_(0, 0.02 / math.sqrt(2 * config.num_hidden_layers) if adds else 0.02)
-        else:
-            value.fill_(0 if name.endswith("bias") else 1)
-    if "embed_positions" in values:
+    values = random_values(config, torch.float32, device)
+    for name, value in values.items():
+        if name.endswith(("o_proj", "down_proj", "c_proj_weight")):
+            value.div_(math.sqrt(2 * config.num_hidden_layers))
+    if config.model_type == "gpt2":
         look_back(values, config.head_dim)
     return values
 
