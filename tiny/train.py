@@ -52,7 +52,7 @@ def main():
     p = argparse.ArgumentParser(description="Trains a small Qwen3 or GPT-2 on text files.")
     p.add_argument("--arch", choices=SHAPES, required=True)
     p.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE")
-    p.add_argument("--minutes", type=float, required=True, help="in all, pauses not counted")
+    p.add_argument("--minutes", type=float, required=True, help="of training, pauses not counted")
     p.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     p.add_argument("--device", default="auto")
     p.add_argument("--compile", action="store_true", help="pays in long runs (see README.md)")
@@ -92,7 +92,7 @@ def train(args):
 
     encoded = {path: encode(docs) for path, (docs, _) in texts.items()}
     documents = [ids for path in args.text for ids in encoded[path]]
-    held_out = {path.stem: (np.concatenate(encode(h)), h) for path, (_, h) in texts.items()}
+    held_out = {str(path): (np.concatenate(encode(h)), h) for path, (_, h) in texts.items()}
     n_rows = (sum(map(len, documents)) - 1) // CONTEXT
     if n_rows < ROWS:
         raise ValueError(f"too little text: {n_rows} rows of {CONTEXT} tokens, a step takes {ROWS}")
@@ -102,23 +102,10 @@ def train(args):
     for value in values.values():
         value.requires_grad_(True)
     model = assemble(config, values)
-    # Muon (https://kellerjordan.github.io/posts/muon) for the matrices of the blocks, AdamW for the
-    # rest. A position gets one token of gradient per row: at full rate the noise would drown it.
-    matrices, others = [], []
-    for name, value in values.items():
-        if value.dim() == 2 and "embed" not in name:
-            matrices.append(value)
-        else:
-            decay, scale = 0.1 * (name == "embed_tokens"), 0.1 if "position" in name else 1.0
-            others.append({"params": [value], "weight_decay": decay, "scale": scale})
-    matrices = [{"params": matrices, "scale": 1.0}]
-    optimizers = {
-        "muon": torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        "adamw": torch.optim.AdamW(others, betas=(0.9, 0.95), fused=True),
-    }
+    optimizers = make_optimizers(values)
     for name, optimizer in optimizers.items() if state else ():
         optimizer.load_state_dict(state[name])
-    half = device.type in ("cuda", "xpu") or (device.type == "cpu" and cpu_has_bfloat16())
+    bf16 = device.type in ("cuda", "xpu") or (device.type == "cpu" and cpu_has_bfloat16())
     micro = MICRO if device.type == "cpu" else ROWS
 
     def to_device(rows):
@@ -128,7 +115,7 @@ def train(args):
         """rows (B,T+1) of ids -> sum of the cross-entropies of all but the first, in nats."""
         cache = NoCache(model, len(rows))
         ids, pos = cache.start(rows[:, :-1], [0] * len(rows))
-        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             x = model.hidden(ids, pos, cache)
             logits = head(x, model.norm, model.lm_head, config)  # (B,T,V) in fp32
         return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
@@ -148,7 +135,7 @@ def train(args):
     # The loop
     budget = args.minutes * 60
     step, seconds, best = (state[k] for k in ("step", "seconds", "best")) if state else (0, 0, 1e9)
-    epoch = None
+    batches = read_batches(documents, n_rows, step)
     next_evaluation = seconds + min(EVALUATE_EVERY, budget / 10)
     losses, durations, interrupted = [], [], []
     print(f"{sum(v.numel() for v in values.values())} parameters, {len(documents)} documents, "
@@ -161,14 +148,7 @@ def train(args):
     signal.signal(signal.SIGINT, interrupt)
     while seconds < budget and not interrupted:
         began = time.perf_counter()
-        # An epoch: the documents in random order, end to end, cut into rows, these shuffled too
-        if step * ROWS // n_rows != epoch:
-            epoch = step * ROWS // n_rows
-            rng = np.random.default_rng(epoch)
-            stream = np.concatenate([documents[i] for i in rng.permutation(len(documents))])
-            starts = rng.permutation(n_rows) * CONTEXT
-        chosen = starts[np.arange(step * ROWS, (step + 1) * ROWS) % n_rows]
-        rows = to_device(np.stack([stream[i : i + CONTEXT + 1] for i in chosen]))
+        rows = to_device(next(batches))
         losses.append(0.0)
         for part in rows.split(micro):
             loss = loss_of_batch(part) / (ROWS * CONTEXT)
@@ -210,6 +190,43 @@ def train(args):
         sys.exit(130)
 
 
+def make_optimizers(values):
+    """Muon (https://kellerjordan.github.io/posts/muon) for the blocks' matrices, AdamW otherwise.
+
+    `scale` is a group's share of the learning rate: a position gets one token of gradient per row,
+    and at the full rate the noise would drown it.
+    """
+    matrices, others = [], []
+    for name, value in values.items():
+        if value.dim() == 2 and "embed" not in name:
+            matrices.append(value)
+        else:
+            decay, scale = 0.1 * (name == "embed_tokens"), 0.1 if "position" in name else 1.0
+            others.append({"params": [value], "weight_decay": decay, "scale": scale})
+    matrices = [{"params": matrices, "weight_decay": 0.1, "scale": 1.0}]
+    return {
+        "muon": torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw"),
+        "adamw": torch.optim.AdamW(others, betas=(0.9, 0.95), fused=True),
+    }
+
+
+def read_batches(documents, n_rows, step):
+    """Yields (ROWS,CONTEXT+1) ids for each step from `step` on, the same in every run.
+
+    An epoch is the documents in random order, end to end, cut into rows, these shuffled too.
+    """
+    epoch = None
+    while True:
+        if step * ROWS // n_rows != epoch:
+            epoch = step * ROWS // n_rows
+            rng = np.random.default_rng(epoch)
+            stream = np.concatenate([documents[i] for i in rng.permutation(len(documents))])
+            starts = rng.permutation(n_rows) * CONTEXT
+        chosen = starts[np.arange(step * ROWS, (step + 1) * ROWS) % n_rows]
+        yield np.stack([stream[i : i + CONTEXT + 1] for i in chosen])
+        step += 1
+
+
 def read_documents(path):
     """The documents of a text file, as ([to train on], [held out])."""
     try:
@@ -243,11 +260,11 @@ def initial_values(config, device):
         if name.endswith(("o_proj", "down_proj", "c_proj_weight")):
             value.div_(math.sqrt(2 * config.num_hidden_layers))
     if config.model_type == "gpt2":
-        look_back(values, config.head_dim)
+        previous_token_heads(values, config.head_dim)
     return values
 
 
-def look_back(values, hd):
+def previous_token_heads(values, hd):
     """Lets GPT-2 start out with positions that are waves and heads that see the tokens before.
 
     From noise it takes millions of tokens to find out which token is the previous one, something
@@ -261,6 +278,8 @@ def look_back(values, hd):
     positions.copy_(0.05 * torch.cat((angle.sin(), angle.cos()), dim=1))
     rate, sin, cos = rate[: hd // 2], slice(0, hd // 2), slice(D // 2, (D + hd) // 2)
     tokens[:, sin] = tokens[:, cos] = 0  # no noise where those heads look
+    # (q, k or v; head; sine or cosine half; hd/2; D). Waves of 0.05, larger than the noise of 0.02,
+    # and weights of 1.7 make a head prefer its token from the start, but not sharply.
     query, key, _ = values["0.attn_c_attn_weight"].view(3, D // hd, 2, hd // 2, D)
     for h in range(D // hd):
         turn = rate * (h + 1)
