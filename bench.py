@@ -16,14 +16,14 @@ import sys
 import time
 from importlib.util import find_spec
 from itertools import product
-from multiprocessing import get_context
 from statistics import median
 
 import torch
 
 import measure
 import model as models
-from generate import CACHES, check_compiler
+from generate import CACHES, check_compiler, notice, one_line, open_streams, write
+from measure import in_process
 from pipeline import MODES, overlaps
 
 FIELDS = """model device device_name dtype matmul_precision torch threads cache compile cuda_graph
@@ -82,6 +82,7 @@ PRESETS = {
 def main(argv=None):
     """Runs the command line -> exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
     document, report, status = {"devices": {}, "rows": []}, [], 0
+    open_streams()
     try:
         args = parse_arguments(argv)
         dtypes = check_request(args)
@@ -94,10 +95,14 @@ def main(argv=None):
         rows = [row for row in document["rows"] if row["status"] == "ok"]
         if args.plot and rows:
             plot(rows, args.plot)
+        if args.trace and rows and not status:
+            trace(args, rows)
     except KeyboardInterrupt:  # while checking or writing
         return 130
+    except BrokenPipeError:  # the reader of the table has gone; the files hold what it saw
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
-        notice("error: " + " ".join(str(error).split()))
+        notice(f"error: {one_line(error)}")
         return 2
     return status
 
@@ -121,6 +126,7 @@ def parse_arguments(argv):
         "one is not given. Options that take several values may also be repeated.",
     )
     parser.error, add = usage_error, parser.add_argument
+    parser.print_help = lambda: write(parser.format_help())
     several = {"nargs": "+", "action": "extend"}
     add("--device", **several, help="default: every device of the machine")
     add("--model", help="as in generate.py (default: tiny-qwen3, in the clone)")
@@ -171,6 +177,8 @@ def check_request(args):
     for flag, package in ((args.plot, "matplotlib"), (args.peers, "transformers")):
         if flag and not find_spec(package):
             raise ValueError(f"{package} is not installed: pip install {package}")
+    if args.plot and not args.plot.endswith((".png", ".pdf", ".svg")):
+        raise ValueError(f"--plot {args.plot}: the name must end in .png, .pdf or .svg")
     if args.experiment != "default" and args.model in models.HUB and not args.random_weights:
         from huggingface_hub import try_to_load_from_cache as cached
 
@@ -193,8 +201,9 @@ def check_request(args):
         dtype = models.choose_dtype(args.dtype, config, found, device)
         dtypes[str(device)] = str(dtype).removeprefix("torch.")
     for path in filter(None, (args.json, args.markdown, args.plot, args.trace)):
-        try:
-            open(path, "a").close()
+        try:  # not after the long run; what a file holds stays until there is a row
+            with open(path, "a") as file:
+                file.write("\n" * (not os.path.getsize(path)))
         except OSError as error:
             raise ValueError(f"cannot write {path}: {error.strerror}") from error
     return dtypes
@@ -221,12 +230,13 @@ def run(args, dtypes, document, report):
             if job["status"] == "ok":
                 tokens.setdefault(same, job["new_ids"])
         rows.append({key: job.get(key) for key in FIELDS})
-        report_row(rows, report, job)
-        write_results(args, document, report)
-    if args.trace and (best := fastest(rows, {})):
-        result = in_process(measure.trace, vars(args) | best)
-        what = ", ".join(best[key] for key in SETTINGS)
-        notice(f"profile of {what}: {result['reason'] or args.trace}")
+        lines = row_lines(rows, job)
+        report += lines
+        try:
+            write_results(args, document, report)
+        except OSError as error:  # the next row, or the end, tries again
+            notice(one_line(error))
+        write("\n".join(lines) + "\n")
 
 
 def plan(args, dtypes, done):
@@ -278,43 +288,6 @@ def cannot(job, asked_pipeline):
         return str(error)
 
 
-def in_process(task, job):
-    """task(job) in a process of its own; an error, or a process that dies, is a failed row."""
-    context = get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=answer, args=(sender, task, job))
-    kept = dict(os.environ)
-    if job.get("expandable_segments"):
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    process.start()
-    os.environ.clear()
-    os.environ.update(kept)
-    sender.close()  # so that the end of the process is the end of the pipe
-    try:
-        return receiver.recv()
-    except EOFError:
-        process.join()
-        killed = " (killed: out of memory?)" if process.exitcode == -9 else ""
-        reason = f"its process ended with status {process.exitcode}{killed}"
-        return {"status": "failed", "reason": reason}
-    except KeyboardInterrupt:
-        process.kill()
-        raise
-    finally:
-        process.join()
-
-
-def answer(sender, task, job):
-    """The other end of `in_process`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    try:
-        result = {"status": "ok", "reason": None} | task(job)
-    except Exception as error:  # whatever it is: the row keeps it, and the others go on
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        result = {"status": "failed", "reason": text[:300]}
-    sender.send(result)
-
-
 # ---------------------------------------------------------------------------------------------
 # What is shown
 
@@ -324,8 +297,8 @@ COLUMNS = (
 ).split("|")
 
 
-def report_row(rows, report, job):
-    """Prints the last row as a line of a Markdown table, under a heading if it is the first."""
+def row_lines(rows, job):
+    """The last row as a line of a Markdown table, under a heading if it is the first."""
     row = rows[-1]
     table = [other for other in rows if all(other[key] == row[key] for key in WORKLOAD)]
     first = next((other for other in table if other["status"] == "ok"), None)
@@ -343,8 +316,7 @@ def report_row(rows, report, job):
             table_line(COLUMNS),
             table_line("-" * len(name) for name in COLUMNS),
         ]
-    report += lines
-    print(*lines, sep="\n", flush=True)
+    return lines
 
 
 def figures(row, first):
@@ -364,7 +336,7 @@ def figures(row, first):
         f"{first['total_s']['median'] / total['median']:.2f}",
         " / ".join(peaks),
         f"{row['bandwidth_fraction']:.0%}" if row["bandwidth_fraction"] else "",
-        f"to {where['position']}, gap {where['top2_gap'] or 0:.2g}" if where else same,
+        f"to {where['position']}, gap {where['top2_gap']:.2g}" if where else same,
         f"{row['warmup_s']:.1f}",
     ]
 
@@ -380,11 +352,36 @@ def write_results(args, document, report):
         document |= {"experiment": args.experiment, "random_weights": args.random_weights}
         # JSON has no NaN and no infinity.
         clean = json.loads(json.dumps(document), parse_constant=lambda name: None)
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(clean, file, indent=1, allow_nan=False)
+        save(args.json, json.dumps(clean, indent=1, allow_nan=False))
     if args.markdown:
-        with open(args.markdown, "w", encoding="utf-8") as file:
-            file.write("\n".join(report).strip() + "\n")
+        save(args.markdown, "\n".join(report).strip() + "\n")
+
+
+def save(path, text):
+    """Replaces a file in one go: neither a full disk nor Ctrl-C may cost what it held."""
+    real = os.path.realpath(path)
+    whole = os.path.isfile(real) and os.access(os.path.dirname(real), os.W_OK)
+    part = f"{real}.part" if whole else path  # a device, as /dev/stdout, is just written to
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            file.write(text)
+        if whole:
+            os.replace(part, real)
+    except OSError as error:
+        if whole and os.path.exists(part):
+            os.unlink(part)
+        raise OSError(f"cannot write {path}: {error.strerror}") from error
+
+
+def trace(args, rows):
+    """Profiles the fastest row once more, in a process of its own."""
+    best = fastest(rows, {})
+    if best is None:
+        raise ValueError("--trace: no row that could be profiled was measured")
+    what = ", ".join(best[key] for key in SETTINGS)
+    if reason := in_process(measure.trace, vars(args) | best)["reason"]:
+        raise ValueError(f"no profile of {what}: {reason}")
+    notice(f"profile of {what}: {args.trace}")
 
 
 def plot(rows, path):
@@ -405,25 +402,15 @@ def plot(rows, path):
         rate = row["decode_tokens_per_s"] or 0
         bar = left.barh(y, rate, color=color, alpha=1 if row["compile"] != "off" else 0.5)
         left.bar_label(bar, [f" {rate:,.0f}  {name}{pipelined}"])
-        if row["pipeline"] == "off" and row["ms_by_position"]:
-            ms, positions = row["ms_by_position"], range(2, 2 + len(row["ms_by_position"]))
+        if row["pipeline"] == "off" and (ms := row["ms_by_position"]):
             smooth = [median(ms[max(0, i - 4) : i + 5]) for i in range(len(ms))]
-            right.plot(
-                positions,
-                smooth,
-                color=color,
-                label=name,
-                linestyle="-" if row["compile"] != "off" else "--",
-            )
+            style = {"color": color, "linestyle": "-" if row["compile"] != "off" else "--"}
+            right.plot(range(2, 2 + len(ms)), smooth, label=name, **style)
     left.set(title="Decoding, tokens per second", xlim=(0, left.get_xlim()[1] * 1.7))
     left.invert_yaxis()
     left.axis("off")
-    right.set(
-        title="Time of a token",
-        xlabel="position among the new tokens",
-        ylabel="milliseconds",
-        ylim=(0, None),
-    )
+    right.set(title="Time of a token", ylabel="milliseconds", ylim=(0, None))
+    right.set_xlabel("position among the new tokens")
     if right.lines:
         right.legend(loc="upper left")
     right.spines[["top", "right"]].set_visible(False)
@@ -435,9 +422,7 @@ def plot(rows, path):
     figure.savefig(path, dpi=150)
 
 
-def notice(text):
-    print(text, file=sys.stderr, flush=True)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left to do is to end
+    sys.exit(status)

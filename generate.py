@@ -13,9 +13,12 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
 import time
 import unicodedata
+from contextlib import suppress
+from operator import index
 
 import torch
 from torch.profiler import record_function
@@ -53,12 +56,17 @@ def generate(
     prompts: list of lists of ids, lengths may differ. An entry is the new id, or None once the
     row has stopped; the stop id itself is yielded. With runners_up=n an entry is
     (id, p, [(id, p), ...]), p being the plain softmax of the logits.
-    cache: "none", "growing", "preallocated", or an object of kvcache.py, which is emptied first.
+    cache: "none", "growing", "preallocated", or an object of kvcache.py, which is emptied first
+    and serves one request at a time: RuntimeError if another one takes it.
     compile: False, True or "max-autotune". cuda_graph: replay captured steps (CUDA, preallocated).
     pipeline: "off", "event", "ping-pong", "unchecked" (see pipeline.py).
     temperature 0 takes the best token; top_k 0 and top_p 1.0 are off; seed None draws anew.
     Raises ValueError, before anything runs, for what cannot work.
     """
+    try:  # copies: whoever appends each new id to a prompt would change the request
+        prompts, stop_ids = [[*map(index, ids)] for ids in prompts], tuple(map(index, stop_ids))
+    except TypeError as error:
+        raise ValueError(f"prompts are lists of ids, stop_ids is one list ({error})") from error
     check(
         model.config, model.device, prompts, max_new_tokens, cache, compile, cuda_graph, pipeline,
         temperature, top_k, top_p, seed, runners_up,
@@ -66,10 +74,13 @@ def generate(
     if isinstance(cache, str):
         needed = max(map(len, prompts)) + max(max_new_tokens, 1) - 1
         cache = CACHES[cache](model, len(prompts), needed)
+    for what, value in kvcache.layout(model).items():
+        if value != (made := cache.layout[what]):
+            raise ValueError(f"the cache was made for {what} {made}, the model has {value}")
     if compile == "max-autotune":
         compile = "max-autotune-no-cudagraphs"  # graphs are captured here, not by the compiler
     return decode(
-        model, prompts, max_new_tokens, cache, compile, cuda_graph, pipeline, tuple(stop_ids),
+        model, prompts, max_new_tokens, cache, compile, cuda_graph, pipeline, stop_ids,
         (temperature, top_k, top_p), seed, runners_up,
     )  # fmt: skip
 
@@ -78,11 +89,12 @@ def decode(
     model, prompts, max_new_tokens, cache, compile, cuda_graph, pipeline, stop_ids,
     sampling, seed, runners_up,
 ):  # fmt: skip
-    """The one decode loop: `generate` without the checks."""
-    if max_new_tokens == 0:
+    """The one decode loop. A generator runs nothing until asked, hence `generate`, which checks."""
+    if max_new_tokens == 0:  # the prefill alone would give a token
         return
     settings = (model, compile, sampling, stop_ids, runners_up > 0)
-    # Captured graphs hold the addresses of the buffers: both live on the cache, for next time.
+    # Captured graphs hold the addresses of the buffers: both live on the cache, for next time, as
+    # {settings: (Buffers, {slots: graph})} with one entry at most.
     kept = cache.graphs if cuda_graph else {}
     if settings not in kept:
         kept.clear()  # what was captured for other settings would hold its memory for ever
@@ -96,6 +108,7 @@ def decode(
         ids, pad = left_pad(prompts, model.device)
         logits = model(*cache.start(ids, pad), cache)  # never compiled: it runs once
         choose(logits, buffers, sampling)
+        cache.request = rng  # unique to this request
 
     def step():
         with record_function("forward"):
@@ -110,13 +123,19 @@ def decode(
             buffers.noise.exponential_(generator=rng)
         if i == 0:
             return prefill()
+        if cache.request is not rng:
+            raise RuntimeError("another request has taken the cache: give each one of its own")
         cache.reserve(doubling=cuda_graph)
-        (replayable(step, graphs, cache.slots) if cuda_graph else step)()
+        if cuda_graph:  # how many slots are read is part of what was captured
+            replayable(step, graphs, cache.slots)()
+        else:
+            step()
 
     launcher = Launcher(buffers.result, pipeline, max_new_tokens)
     launched, stopped, seen = 0, [0] * len(prompts), 0
     try:
         for i in range(max_new_tokens):
+            # A step that runs ahead has no slot in the cache beyond the last one.
             while launched < min(i + 1 + launcher.ahead, max_new_tokens):
                 with record_function("step"):
                     launcher.launch(launched, lambda: run(launched))
@@ -131,8 +150,8 @@ def decode(
                 break
     finally:  # also when the consumer closes the generator, or a step raised
         launcher.finish()
-        if seen:
-            cache.crop(max(map(len, prompts)) + seen - 1)  # forget steps that ran ahead
+        if seen and cache.request is rng:
+            cache.crop(max(map(len, prompts)) + seen - 1)  # as many were fed; forget what ran ahead
 
 
 class Buffers:
@@ -159,6 +178,7 @@ def choose(logits, buffers, sampling):
         # without a host synchronisation (as in gpt-fast), and never a token of probability 0.
         ids = (probabilities(logits, *sampling) / buffers.noise).argmax(dim=-1, keepdim=True)
     buffers.ids.copy_(ids)
+    # Only what is new: a prompt or its padding may hold a stop id.
     buffers.stopped.logical_or_((ids == buffers.stop_ids).any(dim=-1))
     if buffers.logits is not None:
         buffers.logits.copy_(logits)
@@ -197,7 +217,7 @@ def left_pad(prompts, device):
     T = max(map(len, prompts))
     pad = [T - len(prompt) for prompt in prompts]
     ids = [[0] * n + list(prompt) for n, prompt in zip(pad, prompts)]
-    return torch.tensor(ids, device=device), pad
+    return torch.tensor(ids, device=device), pad  # waits: on mps a source may be freed too early
 
 
 def check(
@@ -251,6 +271,8 @@ def check(
         raise ValueError(f"top_p must lie between 0 and 1.0 (off), not {top_p}")
     if seed is not None and not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed {seed} does not fit in 64 bits")
+    if runners_up < 0:
+        raise ValueError(f"runners_up must be 0 or more, not {runners_up}")
     if runners_up and pipeline != "off":
         raise ValueError("showing tokens needs the logits of every step: use --pipeline off")
 
@@ -261,22 +283,48 @@ def check(
 
 def main(argv=None):
     """Runs the command line -> exit status: 0, 2 for a user's error, 130 for Ctrl-C."""
+    open_streams()
     try:
         if hasattr(sys.stdout, "reconfigure"):  # some terminals cannot show every character
             sys.stdout.reconfigure(errors="replace")
         run_command(parse_arguments(argv))
-        sys.stdout.flush()
     except BrokenPipeError:  # the reader of stdout has gone: nothing to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        # A compiler's complaint and want of memory are the user's; other RuntimeErrors are ours.
+        known = by_compiler(error) or "memory" in str(error)
+        if isinstance(error, RuntimeError) and not known:
             raise
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        notice(f"error: {one_line(error) or 'out of memory'}")
         return 2
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        notice("")
         return 130
     return 0
+
+
+def open_streams():
+    """Opens what the shell has closed (`>&-`): print(file=None) writes to stdout instead."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+            os.set_inheritable(getattr(sys, name).fileno(), True)  # for the benchmark's processes
+
+
+def by_compiler(error):
+    """Whether torch.compile raised it."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+
+
+def one_line(error):
+    """The text of an error without line breaks; of a compiler's, which is pages, the complaint."""
+    text = str(error)
+    if by_compiler(error):
+        said = text.partition("Set TORCHDYNAMO")[0].rpartition("Output:")[2].strip()
+        said = next((line for line in said.splitlines() if "error" in line), said)
+        compiler = torch._inductor.config.cpp.cxx[-1]  # g++, clang++, or what CXX says
+        text = f"--compile failed ({said[:300]}): check the compiler, {compiler}, or drop --compile"
+    return " ".join(text.split())
 
 
 def parse_arguments(argv):
@@ -285,7 +333,8 @@ def parse_arguments(argv):
         description="Generate text with Qwen3 or GPT-2: text on stdout, statistics on stderr.",
         epilog="A base model continues the prompt. --chat is for models trained to answer.",
     )
-    parser.error = lambda message: parser.exit(2, f"error: {message} (see --help)\n")
+    parser.error = lambda text: parser.exit(2, f"error: {' '.join(text.split())} (see --help)\n")
+    parser.print_help = lambda: write(parser.format_help())
     add = parser.add_argument
     # fmt: off
     add("--model", default="tiny-qwen3", metavar="NAME",
@@ -328,7 +377,6 @@ def parse_arguments(argv):
 
 def run_command(args):
     """Checks everything that can be checked before the weights are read, then generates."""
-    started = time.perf_counter()
     device = models.choose_device(args.device)
     config = models.read_config(args.model)
     tokenizer = Tokenizer(args.model)
@@ -347,6 +395,7 @@ def run_command(args):
     if args.pipeline != "off" and not overlaps(device):
         notice(f"--pipeline {args.pipeline}: {device.type} has no streams, nothing overlaps")
     torch.set_float32_matmul_precision(args.matmul_precision)
+    started = time.perf_counter()
     model = models.load(args.model, device, args.dtype)
     load_s = time.perf_counter() - started
 
@@ -360,12 +409,12 @@ def run_command(args):
     if not args.json:
         return print_statistics(stats, model, args)
     finish = ["stop" if ids and ids[-1] in stop_ids else "length" for ids in new_ids]
-    print(json.dumps({
+    write(json.dumps({
         "model": args.model, "device": str(model.device), "dtype": dtype_name(model),
         "cache": args.cache, "compile": args.compile, "cuda_graph": args.cuda_graph,
         "pipeline": args.pipeline, "prompts": texts, "prompt_ids": prompts,
         "new_ids": new_ids, "texts": new_texts, "finish": finish, "stats": stats,
-    }))  # fmt: skip
+    }) + "\n")  # fmt: skip
 
 
 def consume(steps, tokenizer, stop_ids, args):
@@ -374,32 +423,34 @@ def consume(steps, tokenizer, stop_ids, args):
     streaming = rows == 1 and not args.json and not args.show_tokens
     new_ids, pieces, times = [[] for _ in range(rows)], [[] for _ in range(rows)], []
     streams = [tokenizer.stream() for _ in range(rows)]
-    for entries in steps:
-        times.append(time.perf_counter())
-        if args.show_tokens:
-            print_new_tokens(len(times), entries, tokenizer)
-            entries = [entry and entry[0] for entry in entries]
-        for row, id in enumerate(entries):
-            if id is not None:
-                new_ids[row].append(id)
-            if id is not None and id not in stop_ids:
-                pieces[row].append(streams[row].put(id))
-                if streaming:
-                    write(pieces[row][-1])
-    for row, stream in enumerate(streams):
-        pieces[row].append(stream.end())
-    texts = ["".join(parts) for parts in pieces]
-    if streaming:
-        write(pieces[0][-1] + "\n")
-    elif not args.json and not args.show_tokens:
-        for number, text in enumerate(texts, 1):
-            write(f"[{number}]\n{text}\n")
+    try:
+        for entries in steps:
+            times.append(time.perf_counter())
+            if args.show_tokens:
+                print_new_tokens(len(times), entries, tokenizer)
+                entries = [entry and entry[0] for entry in entries]
+            for row, id in enumerate(entries):
+                if id is not None:
+                    new_ids[row].append(id)
+                if id is not None and id not in stop_ids:
+                    pieces[row].append(streams[row].put(id))
+                    if streaming:
+                        write(pieces[row][-1])
+    finally:  # after Ctrl-C, too: what there is by then
+        for row, stream in enumerate(streams):
+            pieces[row].append(stream.end())
+        texts = ["".join(parts) for parts in pieces]
+        if streaming:
+            write(pieces[0][-1] + "\n")
+        elif not args.json and not args.show_tokens:
+            for number, text in enumerate(texts, 1):
+                write(f"[{number}]\n{text}\n")
     return new_ids, texts, times
 
 
 def encode_prompt(tokenizer, text, args):
     """Ids of one prompt: raw, or wrapped in the chat template; empty text is begin-of-text."""
-    if not args.chat:
+    if not args.chat:  # never unasked: base models come with a template, too
         return tokenizer.encode(text) or [tokenizer.bos_id]
     messages = [{"role": "system", "content": args.system}] if args.system is not None else []
     messages.append({"role": "user", "content": text})
@@ -408,6 +459,8 @@ def encode_prompt(tokenizer, text, args):
 
 def read_stdin():
     """All of standard input as strict UTF-8, without one newline at its end."""
+    if sys.stdin is None:
+        raise ValueError("--prompt - reads standard input, which is closed")
     try:
         text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -417,7 +470,7 @@ def read_stdin():
 
 def check_compiler(device):
     """A CPU needs a C++ compiler for --compile; ValueError if there is none."""
-    # Says on every CPU-only machine with a CUDA toolkit that there is no GPU. We know.
+    # This logger warns of a missing GPU wherever there is a CUDA toolkit without one. We know.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if device.type == "cpu":
         from torch._inductor import cpp_builder, exc
@@ -453,6 +506,10 @@ def peak_memory(device):
     """Bytes: the allocator's peak on CUDA, else the process's peak resident size, or None."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if os.path.exists("/proc/self/status"):  # Linux starts the other figure at the parent's peak
+        with open("/proc/self/status") as lines:
+            peak = next((line for line in lines if line.startswith("VmHWM")), None)
+        return int(peak.split()[1]) * 1024 if peak else None
     try:
         import resource
     except ImportError:  # Windows
@@ -522,13 +579,20 @@ def dtype_name(model):
 
 
 def write(text):
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()  # each piece at once, whether or not it ends a word or a line
+    except OSError as error:
+        error.filename = "standard output"  # for the message
+        raise
 
 
 def notice(text):
-    print(text, file=sys.stderr)
+    with suppress(OSError):  # nobody reads it, or a full disk: the text matters more
+        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torch takes a second to end: no traceback then
+    sys.exit(status)

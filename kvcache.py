@@ -11,9 +11,14 @@ difference between them is the lesson:
     PreallocatedCache   allocates once and writes each new slot in place; addresses never change
 
 Sizes: B batch, T tokens fed, S slots attended to, KV key/value heads, hd head_dim.
-`pos` (T,) is the slot of each token fed, the same for all rows and always a tensor on the device:
-a Python int would cost a recompile per token, and reading it back would stall the device. The
-host keeps its own count in `length`.
+`pos` (T,) is the slot of each token fed, padding counted, the same for all rows and always a
+tensor on the device: a Python int would cost a recompile per token, and reading it back would
+stall the device. The host keeps its own count in `length`.
+
+A request: `start` with the prompt, then for each token `reserve` on the host and `feed` on the
+device, the part that is captured. Every block calls `update`, a plain function, so that compiled
+code does not depend on the cache object. The model reads `layers` (one kv each), `slots` (S),
+`pad` (B,1: left padding) and `padded` (whether there is any).
 """
 
 import torch
@@ -25,7 +30,7 @@ class NoCache:
     """Remembers the ids instead of K and V, and feeds all of them again at every step."""
 
     def __init__(self, model, batch_size=1, capacity=None):
-        self.batch_size, self.capacity = batch_size, capacity
+        self.layout, self.batch_size, self.capacity = layout(model), batch_size, capacity
         self.layers = [None] * model.config.num_hidden_layers
 
     def start(self, ids, pad):
@@ -57,15 +62,14 @@ class GrowingCache:
     """Appends: `torch.cat` allocates and copies the whole of K and V for every token."""
 
     def __init__(self, model, batch_size=1, capacity=None):
-        self.batch_size, self.capacity, self.model = batch_size, capacity, model
+        self.layout, self.batch_size, self.capacity = layout(model), batch_size, capacity
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # whoever calls: what is made in this mode changes only in it
     def start(self, ids, pad):
         """Empties the cache. ids (B,T), pad [int] left padding a row -> ids and pos to feed."""
-        c = self.model.config
-        shape = (self.batch_size, c.num_key_value_heads, 0, c.head_dim)
-        nothing = torch.empty(shape, dtype=self.model.dtype, device=ids.device)
-        self.layers = [[nothing, nothing] for _ in range(c.num_hidden_layers)]
+        layers, KV, hd, dtype, device = self.layout.values()
+        nothing = torch.empty((self.batch_size, KV, 0, hd), dtype=dtype, device=device)
+        self.layers = [[nothing, nothing] for _ in range(layers)]
         pos = begin(self, ids, pad)
         self.pos = pos[-1:].clone()
         return ids, pos
@@ -83,6 +87,7 @@ class GrowingCache:
     @staticmethod
     def update(kv, k, v, pos):
         """Appends one layer's new k, v (B,KV,T,hd) -> the K, V (B,KV,S,hd) to attend to."""
+        # Into new tensors: resize_ keeps the flat order, and slots would move to other heads.
         kv[0] = torch.cat((kv[0], k), dim=2)
         kv[1] = torch.cat((kv[1], v), dim=2)
         return kv
@@ -99,26 +104,25 @@ class PreallocatedCache:
     """Writes in place into K and V of full size, and reads only the blocks in use.
 
     The cost of a token follows what is in the cache, not its capacity: attention sees views of
-    `slots` slots, the used length rounded up to a block. Nothing moves, so a captured CUDA graph
-    may keep the addresses; such graphs are stored here, in `graphs`.
+    `slots` slots, the used length rounded up (see `reserve`). Nothing moves, so a captured CUDA
+    graph may keep the addresses; such graphs are stored here, in `graphs`.
     """
 
     @torch.inference_mode()
     def __init__(self, model, batch_size=1, capacity=1024):
-        c = model.config
-        self.batch_size, self.capacity = batch_size, capacity
+        self.layout, self.batch_size, self.capacity = layout(model), batch_size, capacity
+        layers, KV, hd, dtype, device = self.layout.values()
         self.size = -(-capacity // BLOCK) * BLOCK
         # One slot more than is ever read: a view of everything would be contiguous, which the
         # compiler would take for a special case worth a graph of its own. Zeros, not garbage:
         # what is masked still gets multiplied, and 0 * NaN is NaN.
-        shape = (batch_size, c.num_key_value_heads, self.size + 1, c.head_dim)
+        shape = (batch_size, KV, self.size + 1, hd)
         self.storage = [
-            [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in "kv"]
-            for _ in range(c.num_hidden_layers)
+            [torch.zeros(shape, dtype=dtype, device=device) for _ in "kv"] for _ in range(layers)
         ]
-        self.pos = torch.zeros(1, dtype=torch.int64, device=model.device)
-        self.pad = torch.zeros(batch_size, 1, dtype=torch.int64, device=model.device)
-        self.layers, self.graphs = [], {}
+        self.pos = torch.zeros(1, dtype=torch.int64, device=device)
+        self.pad = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+        self.layers, self.graphs = [], {}  # the latter filled by `generate`
 
     @torch.inference_mode()
     def start(self, ids, pad):
@@ -129,7 +133,7 @@ class PreallocatedCache:
         pos = begin(self, ids, pad)
         self.pad = own_pad.copy_(self.pad)  # captured graphs hold its address
         self.pos.fill_(self.length - 1)
-        self.read(self.length)
+        self.read(self.length)  # S == T: a prompt without padding needs no mask
         return ids, pos
 
     def reserve(self, doubling=False):
@@ -138,6 +142,8 @@ class PreallocatedCache:
         doubling: 256, 512, 1024, ... slots instead of whole blocks, so that a long text needs
         few captured graphs.
         """
+        if self.length == self.capacity:
+            raise ValueError(f"the cache is full: it has room for {self.capacity} tokens")
         self.length += 1
         slots = -(-self.length // BLOCK) * BLOCK
         if doubling:
@@ -160,6 +166,7 @@ class PreallocatedCache:
     @staticmethod
     def update(kv, k, v, pos):
         """Writes one layer's new k, v (B,KV,T,hd) -> the K, V (B,KV,S,hd) to attend to."""
+        # No slice: it takes a host's number, and past the end it writes nothing in silence.
         kv[0].index_copy_(2, pos, k)
         kv[1].index_copy_(2, pos, v)
         return kv
@@ -171,6 +178,18 @@ class PreallocatedCache:
         self.pos.fill_(length - 1)
 
 
+def layout(model):
+    """What K and V of a model look like, by name: a cache serves all models of the same."""
+    c = model.config
+    return {
+        "layers": c.num_hidden_layers,
+        "num_key_value_heads": c.num_key_value_heads,
+        "head_dim": c.head_dim,
+        "dtype": model.dtype,
+        "device": model.device,
+    }
+
+
 def begin(cache, ids, pad):
     """What all three do with a prompt: check it, take in the padding -> pos (T,)."""
     B, T = ids.shape
@@ -179,6 +198,7 @@ def begin(cache, ids, pad):
     if cache.capacity is not None and T > cache.capacity:
         raise ValueError(f"the cache has room for {cache.capacity} tokens, the prompt has {T}")
     cache.pad = torch.tensor(pad, device=ids.device)[:, None]  # (B,1)
-    cache.padded = any(pad)
+    cache.padded = any(pad)  # for the host, which must not ask the device
+    cache.request = None  # `generate` marks it as its own, to notice another request
     cache.length = cache.slots = T
     return torch.arange(T, device=ids.device)

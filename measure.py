@@ -20,18 +20,62 @@ import math
 import os
 import platform
 import random
+import signal
 import sys
 import time
 from collections import Counter
 from itertools import chain, zip_longest
+from multiprocessing import get_context, parent_process
 from statistics import mean, median, stdev
+from threading import Thread
 
 import torch
 
 import model as models
-from generate import CACHES, check_compiler, generate, peak_memory
+from generate import CACHES, check_compiler, generate, one_line, peak_memory
 from pipeline import overlaps
 from tokenizer import Tokenizer
+
+
+def in_process(task, job):
+    """task(job) in a process of its own; an error, or a process that dies, is a failed row."""
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=answer, args=(sender, task, job))
+    kept = dict(os.environ)
+    if job.get("expandable_segments"):
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    kept_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # in the process, while it imports
+    process.start()
+    os.environ.clear()
+    os.environ.update(kept)
+    sender.close()  # so that the end of the process is the end of the pipe
+    try:
+        signal.signal(signal.SIGINT, kept_handler)
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        killed = " (killed: out of memory?)" if process.exitcode == -9 else ""
+        reason = f"its process ended with status {process.exitcode}{killed}"
+        return {"status": "failed", "reason": reason}
+    except KeyboardInterrupt:
+        process.kill()
+        raise
+    finally:
+        process.join()
+
+
+def answer(sender, task, job):
+    """The other end of `in_process`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    parent = parent_process()  # if it is killed, so is this
+    Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    try:
+        result = {"status": "ok", "reason": None} | task(job)
+    except Exception as error:  # whatever it is: the row keeps it, and the others go on
+        text = f"{type(error).__name__}: {one_line(error)}"
+        result = {"status": "failed", "reason": text[:300]}
+    sender.send(result)
 
 
 def describe(job):
@@ -242,10 +286,6 @@ def counts(cache):
 def memory(device):
     """Peaks in bytes: the resident size, and since the warm-up those of the CUDA allocator."""
     peaks = {"peak_rss_bytes": peak_memory(torch.device("cpu"))}
-    if os.path.exists("/proc/self/status"):  # Linux starts the other figure at the parent's peak
-        with open("/proc/self/status") as lines:
-            peak = next(line for line in lines if line.startswith("VmHWM"))
-        peaks["peak_rss_bytes"] = int(peak.split()[1]) * 1024
     if device.type == "cuda":
         peaks["peak_allocated_bytes"] = used = torch.cuda.max_memory_allocated(device)
         peaks["peak_reserved_bytes"] = held = torch.cuda.max_memory_reserved(device)
@@ -277,7 +317,7 @@ def first_difference(model, prompts, expected, ids):
             if x != y:
                 context = [prompts[row] + a[:position]]
                 [[(_, p, [(_, q)])]] = generate(model, context, 1, cache="none", runners_up=1)
-                gap = math.log(p / q) if q else None
+                gap = math.log(p / q) if q else math.inf
                 return {"row": row, "position": position, "top2_gap": gap}
 
 
@@ -286,6 +326,7 @@ def trace(job):
 
     On CUDA once more with NVTX ranges, for `nsys profile --capture-range=cudaProfilerApi`.
     """
+    job = job | {"new_tokens": max(2, job["new_tokens"])}  # the first is no step
     model, _, produce, *_ = prepare(job)
     timed(produce, job["new_tokens"], model.device)  # warm-up
     first, last = job["new_tokens"] * 3 // 10, max(1, job["new_tokens"] // 2)

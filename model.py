@@ -6,10 +6,11 @@ remembered between two calls except by the cache that is passed in (kvcache.py).
 
 Qwen3: https://arxiv.org/abs/2505.09388. GPT-2: "Language Models are Unsupervised Multitask
 Learners" (Radford et al., 2019). Sizes: B batch, T tokens fed, S slots attended to,
-D hidden_size, H heads, KV key/value heads, hd head_dim, V vocabulary.
+D hidden_size, I intermediate_size, H heads, KV key/value heads, hd head_dim, V vocabulary.
 """
 
 import functools
+import gc
 import json
 import math
 import re
@@ -29,7 +30,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a model; `from_json` reads it from a published config.json."""
+    """The shape of a model, in the names of transformers; `read_config` reads a config.json."""
 
     model_type: str  # "qwen3" or "gpt2"
     vocab_size: int
@@ -40,7 +41,7 @@ class Config:
     num_key_value_heads: int  # fewer than heads: several query heads share one key/value head
     head_dim: int  # its own key in Qwen3: 0.6B has 128, not hidden_size / heads = 64
     max_position_embeddings: int
-    eps: float
+    eps: float  # of the norms
     rope_theta: float | None  # None: learned positions (GPT-2)
     tie_word_embeddings: bool  # the output head is the embedding itself
     dtype: torch.dtype | None = None  # what config.json names, if anything
@@ -76,7 +77,7 @@ class GPT2Layer(NamedTuple):
     mlp_c_proj_bias: Tensor
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # compared by identity, as a key of captured graphs
 class Model:
     """Weights and their configuration. `model(ids, pos, cache)` is the forward pass."""
 
@@ -108,13 +109,13 @@ class Model:
         x = self.hidden(ids, pos, cache, compile)
         # A copy, as the strides of a slice would tell the compiler what T was.
         x = x[:, -1:].clone(memory_format=torch.contiguous_format)  # (B,1,D)
-        run_head = compiled(head, compile) if compile else head
+        run_head = compiled(head, compile, x.device.type) if compile else head
         return run_head(x, self.norm, self.lm_head, self.config)[:, 0]
 
     def hidden(self, ids, pos, cache, compile=False):
         """ids (B,T), pos (T,) -> activations (B,T,D) after the last block, before the head."""
         c = self.config
-        positions = (pos - cache.pad).clamp(min=0)  # (B,T): left padding does not count
+        positions = (pos - cache.pad).clamp(min=0)  # (B,T): the slots, less the left padding
         x = F.embedding(ids, self.embed_tokens)
         if c.rope_theta is None:
             block, rope = gpt2_block, None
@@ -126,16 +127,19 @@ class Model:
         if cache.slots != ids.shape[1] or cache.padded:
             mask = visible(pos, cache.pad, cache.slots)
         if compile:
-            block = compiled(block, compile)
+            block = compiled(block, compile, x.device.type)
+            mark_lengths_dynamic(x, pos, mask, rope, cache.layers[0])
         for w, kv in zip(self.layers, cache.layers, strict=True):
-            if compile:
-                mark_lengths_dynamic(x, pos, mask, rope, kv)
             x = block(x, w, kv, cache.update, pos, mask, rope, c)
         return x
 
 
 def qwen3_block(x, w, kv, update, pos, mask, rope, c):
-    """x (B,T,D) -> (B,T,D). Pre-norm, grouped-query attention with QK-norm, gated MLP."""
+    """x (B,T,D) -> (B,T,D). Pre-norm, grouped-query attention with QK-norm, gated MLP.
+
+    w: weights of this layer; kv: its [k, v], which `update`, the cache's, extends; pos (T,): slots;
+    mask as in `attention`; rope: (cos, sin); c: Config. All arguments, as `compiled` explains.
+    """
     B, T, D = x.shape
     H, KV = c.num_attention_heads, c.num_key_value_heads
 
@@ -184,7 +188,7 @@ def rms_norm(x, weight, eps):
 
 
 def rope_table(positions, head_dim, theta, dtype):
-    """positions (B,T) -> cos, sin (B,1,T,hd/2): angles in fp32, cast last (bf16 has no 257)."""
+    """positions (B,T) -> cos, sin (B,1,T,hd/2): angles in fp32 (bf16 lacks 257), cast last."""
     power = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
     angles = positions[:, None, :, None].float() * theta**-power  # (B,1,T,hd/2)
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -211,7 +215,8 @@ def visible(pos, pad, S):
 def attention(q, k, v, mask):
     """q (B,H,T,hd), k and v (B,KV,S,hd), mask (B,1,T,S) or None -> (B,H,T,hd).
 
-    None means T == S and causal; with T < S SDPA's triangle would start at the wrong corner.
+    None means T == S and causal; with T < S SDPA's triangle would start at the wrong corner. Never
+    both: backends differ in what a mask and is_causal together mean.
     """
     B, H, T, hd = q.shape
     KV = k.shape[1]
@@ -220,7 +225,7 @@ def attention(q, k, v, mask):
     # The H / KV query heads that share a key head become rows of one product: `enable_gqa`
     # would copy K and V for each of them, or fall back to a slow kernel.
     q = q.reshape(B, KV, -1, hd)  # (B,KV,H/KV T,hd)
-    mask = mask.repeat(1, 1, H // KV, 1)  # (B,1,H/KV T,S)
+    mask = mask[:, :, None].expand(-1, -1, H // KV, -1, -1).flatten(2, 3)  # (B,1,H/KV T,S)
     if T == 1 and torch.compiler.is_compiling():
         y = attention_of_one_token(q, k, v, mask)
     else:
@@ -235,9 +240,9 @@ def attention_of_one_token(q, k, v, mask):
     heads that share them: sums over the same range become one loop. The sum over slots would
     walk down V 32 columns at a time; all parts of that width, side by side, take whole rows.
     """
-    q32, k, v32 = q.float(), k.float(), v.float()
+    q32, k32, v32 = q.float(), k.float(), v.float()
     groups = range(q.shape[2])
-    scores = torch.stack([(q32[:, :, g, None] * k).sum(dim=-1) for g in groups], dim=2)
+    scores = torch.stack([(q32[:, :, g, None] * k32).sum(dim=-1) for g in groups], dim=2)
     p = (scores * q.shape[3] ** -0.5).masked_fill(~mask, -math.inf).softmax(dim=-1)  # (B,KV,G,S)
     parts = v32.split(32, dim=-1)
     y = [
@@ -263,7 +268,7 @@ def linear(x, weight, bias=None):
         if bias is not None:
             y = y + bias
         return y.to(x.dtype).view(1, 1, -1)
-    if T == 1 < B and x.device.type == "cpu" and (x.dtype == torch.float32 or B >= 16):
+    if T == 1 < B and x.device.type == "cpu" and x.dtype == torch.float32:
         # The same product with the weights on the left: a third faster where rows are few.
         y = (weight @ x[:, 0].T).T.contiguous()[:, None]
         return y if bias is None else y + bias
@@ -271,21 +276,34 @@ def linear(x, weight, bias=None):
 
 
 @functools.cache
-def compiled(function, mode):
+def compiled(function, mode, device_type):
     """torch.compile of a block or head: compiled once, called for every layer and request.
 
     That needs weights, keys and values to come in as arguments, as nothing about them is then
     guarded but shape and dtype; it takes a fifth of the time of compiling the whole step.
     """
+    # The compiler's import makes a million objects; looking for garbage among them would take a
+    # third of its time, and there is none.
+    collects = gc.isenabled()
+    gc.disable()
+    import torch._inductor.compile_fx
+
+    if collects:
+        gc.enable()
     # One graph per cache, dtype and kind of batch that a process uses; the default limit is 8.
     torch._dynamo.config.recompile_limit = 64
     options = torch._inductor.list_mode_options(mode) if isinstance(mode, str) else {}
-    options = options | {"cpp.vec_isa_ok": True}  # no seconds of compiling to test the compiler
+    if device_type == "cpu":  # a second less to wait: no compiling to test the compiler, and no
+        # search for patterns of operators that have a faster kernel, as the blocks have none
+        options = options | {"cpp.vec_isa_ok": True, "pattern_matcher": False}
     return torch.compile(function, fullgraph=True, options=options)
 
 
 def mark_lengths_dynamic(x, pos, mask, rope, kv):
-    """Tells the compiler which sizes change, so that the first graph serves every length."""
+    """Tells the compiler which sizes change, so that the first graph serves every length.
+
+    Of the first layer only: that is where a graph is made, and all other layers use it.
+    """
     lengths = [(mask, 3), *((t, 2) for t in kv or ())]  # S
     if x.shape[1] > 1:  # T
         lengths += [(x, 1), (pos, 0), (mask, 2), *((t, 2) for t in rope or ())]
@@ -313,7 +331,7 @@ QWEN3_SIZES = {
     "14": (5120, 17408, 40, 40, 8, False),
     "32": (5120, 25600, 64, 64, 8, False),
 }
-GPT2_SIZES = {
+GPT2_SIZES = {  # hidden_size, layers, heads
     "": (768, 12, 12),
     "-medium": (1024, 24, 16),
     "-large": (1280, 36, 20),
@@ -439,8 +457,9 @@ def checkpoint(model):
 
 
 def find_weights(name, config):
-    """{checkpoint name: (file, key in it)}, checked against `layout` before anything is read.
+    """{checkpoint name: (file, key in it)}, checked against `layout` by the headers alone.
 
+    (Of a tied head that is stored twice, both copies are read and compared.)
     One model.safetensors, or else the shards that model.safetensors.index.json names. Raises
     ValueError or FileNotFoundError for a file, key or shape that is missing, wrong or unknown.
     """
@@ -451,57 +470,55 @@ def find_weights(name, config):
             f"{name} has no model.safetensors and no index of shards; other formats are not read"
         )
     weight_map = read_json(index).get("weight_map") if index else {}
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(shard, str) for shard in weight_map.values()
-    ):
+    if not isinstance(weight_map, dict):
         raise ValueError(f"{index}: weight_map is not a map of keys to file names")
-    keys = {}  # file: the keys it holds
-    for shard in sorted(set(weight_map.values())) or ["model.safetensors"]:
-        if shard != Path(shard).name or "\\" in shard:
-            raise ValueError(f"{index}: the shard name {shard!r} leaves the folder")
+    for shard in weight_map.values():  # before any is downloaded or opened
+        if not re.fullmatch(r"[^/\\:]+\.safetensors", str(shard)):
+            raise ValueError(f"{index}: {shard!r:.80} is no safetensors file of this folder")
+    held = {}  # (file, key): shape and dtype
+    for shard in sorted(set(weight_map.values())) if index else ["model.safetensors"]:
         path = find_file(name, shard)
         if path is None:
-            raise FileNotFoundError(f"{index} names {shard}, which is missing; download it again")
+            raise FileNotFoundError(f"{index} names {shard!r}, which is missing; download it again")
         with open_safetensors(path) as file:
-            keys[path] = set(file.keys())
+            headers = {key: file.get_slice(key) for key in file.keys()}
+        held |= {(path, k): (tuple(h.get_shape()), h.get_dtype()) for k, h in headers.items()}
         listed = {key for key, s in weight_map.items() if s == shard}
-        if index and listed != keys[path]:
-            raise ValueError(f"{index} and {path.name} disagree about {min(listed ^ keys[path])}")
+        if index and (wrong := listed ^ headers.keys()):
+            raise ValueError(f"{index} and {path.name} disagree about {min(wrong)}")
 
     expected = dict(piece for pieces in layout(config).values() for piece in pieces)
     found = {}
-    for path, key in sorted((file, key) for file, held in keys.items() for key in held):
+    for path, key in sorted(held):
         short = re.sub(r"^(model|transformer)\.", "", key)
         if re.search(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$", short):
-            continue  # buffers of old exports: the causal mask, the rotary frequencies
+            continue  # buffers of old exports, not c_attn.bias: the mask, the rotary frequencies
         if short in found:
             raise ValueError(f"{path}: {key} is there twice")
         found[short] = (path, key)
-    if config.tie_word_embeddings and "lm_head.weight" in found:
-        embed = next(iter(expected))
-        if embed in found and not torch.equal(
-            read_tensor(*found["lm_head.weight"]), read_tensor(*found[embed])
-        ):
-            path, key = found["lm_head.weight"]
-            raise ValueError(
-                f"{path}: {key} differs from the embedding although config.json ties them"
-            )
-        del found["lm_head.weight"]
+    copy = config.tie_word_embeddings and "lm_head.weight" in found
+    embed = layout(config)["embed_tokens"][0][0]
+    if copy:
+        expected["lm_head.weight"] = expected[embed]
     for short in sorted(found.keys() | expected.keys()):
         if short not in found:
-            raise ValueError(f"{', '.join(map(str, keys))}: no {short}")
+            raise ValueError(f"{single or index}: no {short}")
         path, key = found[short]
         if short not in expected:
-            raise ValueError(f"{path}: unknown key {key}")
-        with open_safetensors(path) as file:
-            header = file.get_slice(key)
-        shape = tuple(header.get_shape())
+            raise ValueError(f"{path}: unknown key {key!r:.100}")
+        shape, dtype = held[path, key]
         if shape != expected[short]:
             raise ValueError(
                 f"{path}: {key} has the shape {shape}, config.json says {expected[short]}"
             )
-        if header.get_dtype() not in ("F32", "BF16", "F16"):
-            raise ValueError(f"{path}: {key} has the dtype {header.get_dtype()}, not a float")
+        if dtype not in ("F32", "BF16", "F16"):
+            raise ValueError(f"{path}: {key} has the dtype {dtype}, not a float")
+    if copy:
+        path, key = found.pop("lm_head.weight")
+        if not torch.equal(read_tensor(path, key), read_tensor(*found[embed])):
+            raise ValueError(
+                f"{path}: {key} differs from the embedding although config.json ties them"
+            )
     return found
 
 
@@ -532,8 +549,11 @@ def split_sizes(pieces, whole):
 def open_safetensors(path):
     """An open safetensors file; a damaged one is a ValueError that names it."""
     try:
+        with open(path, "rb") as file:
+            if int.from_bytes(file.read(8), "little") > 2**20:  # parsing more can take minutes
+                raise SafetensorError("header too large")
         return safe_open(path, framework="pt")
-    except SafetensorError as e:
+    except (SafetensorError, OSError, MemoryError) as e:
         raise ValueError(f"{path} is not a whole safetensors file ({e}); download it again") from e
 
 
@@ -546,7 +566,7 @@ def read_json(path):
     """The JSON object in a file; a broken one is a ValueError that names it."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a valid JSON object: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} is not a valid JSON object: it holds a {type(value).__name__}")
@@ -560,52 +580,66 @@ def read_config(name):
         raise FileNotFoundError(f"{name} has no config.json")
     raw = read_json(path)
     try:
-        return parse_config(raw, path)
-    except (TypeError, AttributeError, ZeroDivisionError) as error:
-        raise ValueError(f"{path}: a value of the wrong type ({error})") from error
+        return parse_config(raw)
+    except Exception as error:  # values of any type, where only some make sense
+        raise ValueError(f"{path}: {error}") from error
 
 
-def parse_config(raw, path):
+def parse_config(raw):
     """Config from the keys of a config.json; what is not implemented is refused by name."""
 
-    def need(*keys):
-        for key in keys:
-            if raw.get(key) is not None:
-                return raw[key]
-        raise ValueError(f"{path}: {keys[0]} is missing or null")
+    def size(*keys, below=2**31):  # of layers below 1000: a list of 2**31 would fill the memory
+        value = next((raw[k] for k in keys if raw.get(k) is not None), None)
+        if type(value) is not int or not 0 < value < below:
+            raise ValueError(f"{keys[0]} = {value!r:.80} is no whole number from 1 to {below - 1}")
+        return value
+
+    def number(key, value):
+        if type(value) not in (int, float) or not 0 < value < 1e30:
+            raise ValueError(f"{key} = {value!r:.80} is not a positive number")
+        return float(value)
 
     def refuse_unless(key, *allowed):
         if key in raw and raw[key] not in allowed:
-            raise ValueError(f"{path}: {key} = {raw[key]!r} is not supported (only {allowed[0]!r})")
+            only = " or ".join(map(repr, allowed))
+            raise ValueError(f"{key} = {raw[key]!r:.80} is not supported (only {only})")
 
     dtype = raw.get("dtype") or raw.get("torch_dtype")
     if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"{path}: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    model_type = need("model_type")
+        raise ValueError(f"dtype {dtype!r:.80} is not one of {', '.join(DTYPES)}")
+    model_type = raw.get("model_type")
+    refuse_unless("tie_word_embeddings", True, False)
     if model_type == "qwen3":
-        theta = raw.get("rope_theta")
+        thetas = {raw.get("rope_theta")}
         for rope in (raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}):
             default = "default" if rope.keys() <= {"rope_theta"} else None
             kind = rope.get("rope_type") or rope.get("type") or default
             if kind != "default":
-                raise ValueError(f"{path}: rope type {kind!r} is not supported (only 'default')")
-            theta = theta or rope.get("rope_theta")
-        if theta is None:
-            raise ValueError(f"{path}: rope_theta is missing (top level or in rope_parameters)")
+                raise ValueError(f"rope type {kind!r:.80} is not supported (only 'default')")
+            thetas.add(rope.get("rope_theta"))
+        if len(thetas - {None}) != 1:  # no default: a wrong one reads well for a few words
+            raise ValueError("rope_theta is missing, or rope_parameters gives another")
+        theta = number("rope_theta", *(thetas - {None}))
         refuse_unless("hidden_act", "silu")
         refuse_unless("attention_bias", False)
         refuse_unless("partial_rotary_factor", 1, None)
         refuse_unless("use_sliding_window", False)
         if set(raw.get("layer_types") or ()) - {"full_attention"}:
-            raise ValueError(f"{path}: layer_types other than 'full_attention' are not supported")
-        heads, kv_heads = need("num_attention_heads"), need("num_key_value_heads")
-        config = Config(
-            model_type, need("vocab_size"), need("hidden_size"), need("intermediate_size"),
-            need("num_hidden_layers"), heads, kv_heads, need("head_dim"),
-            need("max_position_embeddings"), raw.get("rms_norm_eps", 1e-6), float(theta),
-            bool(raw.get("tie_word_embeddings", False)), DTYPES.get(dtype),
+            raise ValueError("layer_types other than 'full_attention' are not supported")
+        heads, kv_heads, hd = map(size, ("num_attention_heads", "num_key_value_heads", "head_dim"))
+        if heads % kv_heads or hd % 2:
+            raise ValueError(
+                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}, "
+                f"or head_dim {hd} is odd"
+            )
+        return Config(
+            model_type, size("vocab_size"), size("hidden_size"), size("intermediate_size"),
+            size("num_hidden_layers", below=1000), heads, kv_heads, hd,
+            size("max_position_embeddings"),
+            number("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)), theta,
+            raw.get("tie_word_embeddings", False), DTYPES.get(dtype),
         )  # fmt: skip
-    elif model_type == "gpt2":
+    if model_type == "gpt2":
         refuse_unless("activation_function", "gelu_new", "gelu_pytorch_tanh")
         refuse_unless("scale_attn_weights", True)
         for key in (
@@ -614,25 +648,17 @@ def parse_config(raw, path):
             "add_cross_attention",
         ):
             refuse_unless(key, False)
-        D, heads = need("n_embd"), need("n_head")
+        D, heads = size("n_embd"), size("n_head")
         if D % heads:
-            raise ValueError(f"{path}: n_embd {D} is not a multiple of n_head {heads}")
-        config = Config(
-            model_type, need("vocab_size"), D, raw.get("n_inner") or 4 * D, need("n_layer"), heads,
-            heads, D // heads, need("n_positions", "n_ctx"), raw.get("layer_norm_epsilon", 1e-5),
-            None, bool(raw.get("tie_word_embeddings", True)), DTYPES.get(dtype),
+            raise ValueError(f"n_embd {D} is not a multiple of n_head {heads}")
+        inner = 4 * D if raw.get("n_inner") is None else size("n_inner")
+        return Config(
+            model_type, size("vocab_size"), D, inner, size("n_layer", below=1000), heads, heads,
+            D // heads, size("n_positions", "n_ctx"),
+            number("layer_norm_epsilon", raw.get("layer_norm_epsilon", 1e-5)), None,
+            raw.get("tie_word_embeddings", True), DTYPES.get(dtype),
         )  # fmt: skip
-    else:
-        raise ValueError(
-            f"{path}: model_type {model_type!r} is not supported (only 'qwen3' and 'gpt2')"
-        )
-    for field, kind in Config.__annotations__.items():
-        value = getattr(config, field)
-        if (kind is int and type(value) is not int) or (kind is float and type(value) is str):
-            raise TypeError(f"{field} is {value!r}")
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ValueError(f"{path}: num_attention_heads is not a multiple of num_key_value_heads")
-    return config
+    raise ValueError(f"model_type {model_type!r:.80} is not supported (only 'qwen3', 'gpt2')")
 
 
 def known_config(name):
@@ -662,9 +688,13 @@ def find_file(name, filename):
         folder = Path(__file__).resolve().parent / "tiny" / TINY[name]
     else:
         folder = Path(name)
-    if name in TINY or (name not in HUB and folder.is_dir()):
+    if name in TINY or (name and name not in HUB and folder.is_dir()):
         path = folder / filename
-        return path if path.is_file() else None
+        if not path.is_file():
+            return None
+        if path.suffix != ".safetensors" and path.stat().st_size > 2**27:  # it is read at once
+            raise ValueError(f"{path} is larger than any such file: {path.stat().st_size} bytes")
+        return path
     repository = HUB.get(name, name)
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(repository)):
         known = ", ".join([*TINY, *HUB])
@@ -672,24 +702,18 @@ def find_file(name, filename):
             f"no model or folder {name!r}; known names: {known}; or a hub id org/name"
         )
     import huggingface_hub as hub  # takes a second to import, and most runs do not need it
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
     from huggingface_hub.utils import logging as hub_logging
 
-    hub_logging.set_verbosity_error()  # it tries five times without network: one line is enough
+    def cached(filename):
+        return isinstance(hub.try_to_load_from_cache(repository, filename), str)
+
+    hub_logging.set_verbosity_error()  # it warns of every retry: one line is enough
+    known = cached(filename)
     try:
+        if not known:  # fails at once, where the download would try for half a minute
+            known = hub.get_hf_file_metadata(hub.hf_hub_url(repository, filename))
         return Path(hub.hf_hub_download(repository, filename))
-    except errors.LocalEntryNotFoundError as error:  # offline, and not in the cache
-        cached = {name for name in ("config.json", "model.safetensors.index.json")
-                  if isinstance(hub.try_to_load_from_cache(repository, name), str)}  # fmt: skip
-        optional = ("generation_config.json", "tokenizer_config.json", "chat_template.jinja")
-        if "config.json" in cached and (filename in optional or len(cached) == 2):
-            return None  # the model was used before, so what is not there does not exist
-        raise ConnectionError(
-            f"{repository}: {filename} is not in the local cache and the network cannot be "
-            "reached; --model tiny-qwen3 needs no download"
-        ) from error
-    except errors.EntryNotFoundError:
-        return None
     except errors.GatedRepoError as e:
         raise PermissionError(
             f"{repository} needs permission: accept its terms and set HF_TOKEN"
@@ -698,6 +722,21 @@ def find_file(name, filename):
         raise FileNotFoundError(
             f"no repository {repository} (or it is private: set HF_TOKEN)"
         ) from e
+    except Exception as error:  # the library's, its HTTP client's, or the file system's
+        if getattr(getattr(error, "response", None), "status_code", None) == 404:
+            return None
+        # Weights are read last: where they are, the rest was asked for, and what is not there
+        # does not exist.
+        index = cached("model.safetensors.index.json")
+        optional = ["generation_config.json", "tokenizer_config.json", "chat_template.jinja"]
+        optional += ["model.safetensors"] * index
+        if not known and (index or cached("model.safetensors")) and filename in optional:
+            return None
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise ConnectionError(
+            f"{repository}: {filename} is not in {constants.HF_HUB_CACHE} and cannot be "
+            f"downloaded ({reason}); --model tiny-qwen3 needs no download"
+        ) from error
 
 
 def choose_device(name="auto"):
@@ -705,6 +744,7 @@ def choose_device(name="auto"):
     present = ["cpu"]
     for kind in ("xpu", "mps", "cuda"):
         backend = getattr(torch, kind, None)
+        # The only call that a build without the backend takes: others raise AssertionError.
         if backend is not None and backend.is_available():
             present.insert(0, kind)
     if name == "auto":

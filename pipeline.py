@@ -50,42 +50,42 @@ class Launcher:
 
     def __init__(self, result, mode, steps):
         streams, ahead = MODES[mode]
-        self.result = result
+        self.result = result  # kept: its memory must not be handed out while a stream uses it
         self.ahead = steps - 1 if ahead is None else ahead
-        self.slots = [None] * (self.ahead + 1)
+        self.copies = [None] * (self.ahead + 1)  # of `result`, of the latest steps
         self.streams = []
         if overlaps(result.device):
             device = result.device
-            self.home = self.last = torch.accelerator.current_stream(device)
-            self.streams = [self.home]
+            self.last = torch.accelerator.current_stream(device)
+            self.streams = [self.last]
             if streams == 2:
                 self.streams = [torch.Stream(device=device), torch.Stream(device=device)]
             shape, dtype = result.shape, result.dtype
-            self.slots = [torch.empty(shape, dtype=dtype, pin_memory=True) for _ in self.slots]
-            self.events = [torch.Event(device=device) for _ in self.slots]
+            self.copies = [torch.empty(shape, dtype=dtype, pin_memory=True) for _ in self.copies]
+            self.events = [torch.Event(device=device) for _ in self.copies]
 
     def launch(self, i, step):
         """Queues step() and the copy of its result; does not wait for either."""
-        slot = i % len(self.slots)
+        slot = i % len(self.copies)
         if not self.streams:  # cpu, mps: the same logic with an ordinary copy
             step()
-            self.slots[slot] = self.result.clone()
+            self.copies[slot] = self.result.clone()
             return
         stream = self.streams[i % len(self.streams)]
         with stream:
-            if stream is not self.last:  # the other stream holds step i - 1 and its copy
+            if stream is not self.last:  # it holds step i - 1 and its copy (i = 0: the weights)
                 stream.wait_stream(self.last)
             step()
-            self.slots[slot].copy_(self.result, non_blocking=True)
+            self.copies[slot].copy_(self.result, non_blocking=True)
             self.events[slot].record(stream)
         self.last = stream
 
     def wait(self, i):
         """Waits for step i and its copy -> (ids [int], stop flags [int])."""
-        slot = i % len(self.slots)
+        slot = i % len(self.copies)
         if self.streams:
             self.events[slot].synchronize()
-        return self.slots[slot].tolist()
+        return self.copies[slot].tolist()
 
     def finish(self):
         """Leaves nothing in flight: later work may reuse every buffer and slot."""
@@ -98,8 +98,8 @@ def replayable(step, graphs, key):
 
     step must read and write tensors at fixed addresses only. The first call for a key runs it
     as it is, which compiles and loads whatever it needs; the second captures. `graphs` {key:
-    graph or None} must live as long as those addresses do. The graphs share one memory pool,
-    which is safe because only one runs at a time and none leaves a result in it.
+    graph, or None: ran once} must not outlive the tensors at those addresses. The graphs share
+    one memory pool, which is safe because only one runs at a time and none leaves a result in it.
     """
     if key not in graphs:
         graphs[key] = None

@@ -9,7 +9,11 @@ them, transformers, or a device that is not there is skipped with a reason.
 
 import contextlib
 import dataclasses
+import errno
 import functools
+import gc
+import hashlib
+import http.server
 import importlib
 import importlib.util
 import io
@@ -19,10 +23,13 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import threading
 import time
 import types
 import unicodedata
@@ -30,6 +37,8 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub.constants
+import huggingface_hub.utils
 import pytest
 import safetensors.torch
 import tokenizers
@@ -1467,7 +1476,7 @@ REFUSALS = [
     ("qwen3", {"attention_bias": True}, "attention_bias"),
     ("qwen3", {"hidden_act": "gelu"}, "hidden_act"),
     ("qwen3", {"num_attention_heads": 3}, "num_attention_heads"),
-    ("qwen3", {"num_key_value_heads": 0}, "zero"),
+    ("qwen3", {"num_key_value_heads": 0}, "num_key_value_heads"),
     ("qwen3", {"rope_parameters": 5}, "int"),
     ("qwen3", {"torch_dtype": ["bfloat16"]}, "list"),
     ("qwen3", {"model_type": "qwen3_moe"}, "qwen3_moe"),
@@ -3825,7 +3834,7 @@ def test_ctrl_c_keeps_the_text_so_far(folders, bpe, script, cli, monkeypatch):
 
     stub = Watched(script(ids_of(bpe, "abcd")), before=interrupt)
     monkeypatch.setattr(models, "load", lambda *args: stub)
-    assert cli("--model", folders["qwen3"], "--prompt", "x") == (130, "abc", "\n")
+    assert cli("--model", folders["qwen3"], "--prompt", "x") == (130, "abc\n", "\n")
 
 
 # --- The command line as its own process ---
@@ -3859,10 +3868,12 @@ def test_cli6_process_with_an_argument_that_is_not_utf8(folders):
 
 def test_process_without_network_names_the_model_that_needs_none(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert process("--model", "org/name", "--prompt", "x") == (2, b"", (
-        b"error: org/name: config.json is not in the local cache and the network cannot be "
-        b"reached; --model tiny-qwen3 needs no download\n"
-    ))  # fmt: skip
+    status, out, err = process("--model", "org/name", "--prompt", "x")
+    message = (
+        f"error: org/name: config.json is not in {tmp_path / 'hub'} and cannot be downloaded "
+        r"\(.*offline mode is enabled.*\); --model tiny-qwen3 needs no download\n"
+    )
+    assert (status, out) == (2, b"") and re.fullmatch(message, err.decode()), err
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes end differently on Windows")
@@ -5113,7 +5124,7 @@ def test_train_writes_a_model_that_loads_and_has_learnt(stories, tmp_path, train
     command = train_command("--arch", "qwen3", *arguments)
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "held-out bits per byte: {'stories': " in done.stdout
+    assert f"held-out bits per byte: {{{str(stories)!r}: " in done.stdout
     model, tokenizer = load(str(out), device="cpu", dtype="float32"), Tokenizer(str(out))
     assert tokenizer.decode(tokenizer.encode("Ann had ½ apple.")) == "Ann had ½ apple."
     assert tokenizer.stop_ids == tuple(tokenizer.encode(END))
@@ -5182,4 +5193,2354 @@ def test_stop_ids_that_are_no_ids(folder, cli):
     path = folder(generation_config={"eos_token_id": "x"})
     status, out, err = cli("--model", path, "--prompt", "x")
     assert (status, out) == (2, "")
-    assert err == f"error: {path}: eos_token_id 'x' is no id and no list of ids\n"
+    assert err == f"error: {path}: eos_token_id 'x' or bos_token_id 0 is no id\n"
+
+
+# --- a hub on this machine ------------------------------------------------------------------------
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+SMALL_FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """What hub clients need: metadata in the headers of HEAD, large files on another host.
+
+    The server holds `repos` {name: {file: bytes}}, `log` [(method, file, headers)] and `faults`
+    {(method, file): function(handler, data)}, which answers in place of the hub.
+    """
+
+    protocol_version = "HTTP/1.1"
+
+    def answer(self, status, data=b"", **headers):
+        self.send_response(status)
+        for name, value in ({"Content-Length": len(data), "Connection": "close"} | headers).items():
+            self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def deny(self, status, code):
+        self.answer(status, b'{"error": "no"}', X_Error_Code=code, X_Repo_Commit=COMMIT)
+
+    def serve(self):
+        server = self.server.state
+        _, place, *rest = self.path.split("/")
+        if place == "api":  # the library's own business, such as what it is run by
+            return self.answer(404)
+        if place == "cdn":
+            repo, file = "/".join(rest[:2]), rest[2]
+        else:
+            repo, file = f"{place}/{rest[0]}", "/".join(rest[3:])
+            assert rest[1:3] == ["resolve", "main"], self.path
+        server.log.append(
+            (self.command, file, {k.lower(): v for k, v in self.headers.items()}, place == "cdn")
+        )
+        data = server.repos.get(repo, {}).get(file)
+        if fault := server.faults.get((self.command, file)):
+            return fault(self, data)
+        if repo not in server.repos:
+            return self.deny(401, "RepoNotFound")
+        if data is None:
+            return self.deny(404, "EntryNotFound")
+        etag = f'"{hashlib.sha256(data).hexdigest()}"'
+        if place != "cdn" and file.endswith(".safetensors"):
+            return self.answer(
+                302, Location=f"http://localhost:{self.server.server_port}/cdn/{repo}/{file}",
+                X_Repo_Commit=COMMIT, X_Linked_Etag=etag, X_Linked_Size=len(data),
+            )  # fmt: skip
+        self.answer_from(data, ETag=etag, X_Repo_Commit=COMMIT)
+
+    def answer_from(self, data, **headers):
+        """All of it, or what the client still lacks."""
+        if wanted := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
+            start = int(wanted[1])
+            headers["Content_Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            return self.answer(206, data[start:], **headers)
+        if self.command == "HEAD":
+            return self.answer(200, **{"Content-Length": len(data)}, **headers)
+        self.answer(200, data, **headers)
+
+    do_GET = do_HEAD = serve
+
+    def log_message(self, *args):
+        pass
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture
+def server(folders):
+    state = SimpleNamespace(repos={"org/name": contents(folders["qwen3"])}, log=[], faults={})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.state = state
+    thread = threading.Thread(target=server.serve_forever, kwargs=dict(poll_interval=0.01))
+    thread.start()
+
+    def stop():
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    state.url, state.stop = f"http://127.0.0.1:{server.server_port}", stop
+    state.asked = lambda: [(method, file) for method, file, _, _ in state.log]
+    state.fetched = lambda: [file for method, file, _, _ in state.log if method == "GET"]
+    yield state
+    if thread.is_alive():
+        stop()
+
+
+@pytest.fixture
+def hub(server, tmp_path, monkeypatch):
+    """The server, and this process as if started with HF_ENDPOINT and HF_HOME; waits are counted.
+
+    `endpoint(url)` points somewhere else, `offline()` is HF_HUB_OFFLINE=1.
+    """
+    constants = huggingface_hub.constants
+
+    def endpoint(url):
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        template = url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    server.waited = []
+    monkeypatch.setattr(time, "sleep", server.waited.append)
+    endpoint(server.url)
+    server.endpoint, server.cache = endpoint, tmp_path / "cache"
+    server.offline = lambda: monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    yield server
+    huggingface_hub.utils.close_session()
+
+
+def ask(cli, name, *flags):
+    return cli("--model", name, "--prompt", "Hello", "--max-new-tokens", 4, *flags)
+
+
+def shard(files):
+    """The files of a model with its tensors in two shards and an index."""
+    files = dict(files)
+    tensors = safetensors.torch.load(files.pop("model.safetensors"))
+    weight_map = {}
+    for n in range(2):
+        name = f"model-{n + 1:05}-of-00002.safetensors"
+        part = {key: tensors[key] for key in sorted(tensors)[n::2]}
+        files[name] = safetensors.torch.save(part)
+        weight_map |= dict.fromkeys(part, name)
+    files["model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    return files
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_hub_model_is_downloaded_once_and_then_needs_no_network(folders, hub, cli, sharded):
+    """Only the documented names are asked for, each is fetched once."""
+    expected = ask(cli, folders["qwen3"])[:2]
+    assert expected[0] == 0 and expected[1]
+    weights = ["model.safetensors"]
+    if sharded:
+        hub.repos["org/name"] = shard(hub.repos["org/name"])
+        weights = sorted(name for name in hub.repos["org/name"] if "model" in name)
+    hub.repos["org/name"] |= {"pytorch_model.bin": b"x", "README.md": b"x"}
+    assert ask(cli, "org/name")[:2] == expected
+    assert sorted(hub.fetched()) == sorted([*SMALL_FILES, *weights])
+    names = {file for _, file in hub.asked()}
+    assert names == {*SMALL_FILES, "model.safetensors", *weights}
+    assert {method for method, _ in hub.asked()} == {"GET", "HEAD"}
+
+    hub.log.clear()
+    assert ask(cli, "org/name")[:2] == expected
+    assert hub.fetched() == [] and len(hub.asked()) < 25
+    for make_unreachable in (hub.stop, hub.offline):
+        hub.log.clear()
+        make_unreachable()
+        assert ask(cli, "org/name")[:2] == expected
+        assert hub.log == hub.waited == []
+    status, out, err = ask(cli, "org/name", "--chat")  # the template is in tokenizer_config.json
+    assert status == 0, err
+
+
+def dropped(handler, data):
+    """Half of what was asked for, then the line goes dead."""
+    start = int(re.sub(r"\D", "", handler.headers.get("Range", "0")))
+    handler.send_response(206 if start else 200)
+    handler.send_header("Content-Length", str(len(data) - start))
+    if start:
+        handler.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+    handler.end_headers()
+    handler.wfile.write(data[start : start + (len(data) - start) // 2])
+    handler.close_connection = True
+
+
+def test_hub_download_goes_on_where_the_connection_dropped(folders, hub, cli, monkeypatch):
+    expected = ask(cli, folders["qwen3"])[:2]
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 1)  # keep every byte
+    drops = [dropped, dropped, dropped, Hub.answer_from]
+    hub.faults["GET", "model.safetensors"] = lambda handler, data: drops.pop(0)(handler, data)
+    assert ask(cli, "org/name")[:2] == expected and not drops
+    size, got = len(hub.repos["org/name"]["model.safetensors"]), 0
+    ranges = [h.get("range") for _, file, h, on_cdn in hub.log if file == WEIGHTS and on_cdn]
+    for wanted in ranges:
+        assert wanted == (f"bytes={got}-" if got else None)
+        got += (size - got) // 2
+    assert len(ranges) == 4
+
+
+def test_hub_files_that_arrived_are_kept_when_the_next_one_fails(folders, hub, cli):
+    expected = ask(cli, folders["qwen3"])[:2]
+    fail = hub.faults["GET", "model.safetensors"] = lambda handler, data: handler.answer(500)
+    assert fail and ask(cli, "org/name")[0] == 2
+    assert sorted(hub.fetched()) == sorted([*SMALL_FILES, "model.safetensors"])
+    hub.faults.clear()
+    hub.log.clear()
+    assert ask(cli, "org/name")[:2] == expected and hub.fetched() == ["model.safetensors"]
+
+
+def test_hub_token_goes_to_the_hub_and_nowhere_else(hub, cli, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert ask(cli, "org/name")[0] == 0
+    assert {on_cdn for *_, on_cdn in hub.log} == {True, False}
+    for _, _, headers, on_cdn in hub.log:
+        assert headers.get("authorization") == (None if on_cdn else "Bearer hf_secret")
+
+
+DENIED = "error: org/name needs permission: accept its terms and set HF_TOKEN"
+FAILED = (
+    r"error: org/name: {} is not in .*cache and cannot be downloaded \({}\); "
+    r"--model tiny-qwen3 needs no download"
+)
+WEIGHTS = "model.safetensors"
+HUB_FAULTS = {
+    "unknown": (
+        "config.json",
+        None,
+        r"error: no repository org/other \(or it is private: .*HF_TOKEN\)",
+    ),
+    "gated 401": ("config.json", lambda h, d: h.deny(401, "GatedRepo"), DENIED),
+    "gated 403": ("config.json", lambda h, d: h.deny(403, "GatedRepo"), DENIED),
+    "forbidden": (
+        "config.json",
+        lambda h, d: h.answer(403),
+        FAILED.format("config.json", ".*403.*"),
+    ),
+    "server error": (
+        "config.json",
+        lambda h, d: h.answer(503),
+        FAILED.format("config.json", ".*503.*"),
+    ),
+    "too many": (
+        "config.json",
+        lambda h, d: h.answer(429),
+        FAILED.format("config.json", ".*429.*"),
+    ),
+    "no hub": (
+        "config.json",
+        lambda h, d: h.answer(200, d),
+        FAILED.format("config.json", ".*X-Repo-Commit.*"),
+    ),
+    "late error": (
+        "generation_config.json",
+        lambda h, d: h.answer(500),
+        FAILED.format("generation_config.json", ".*500.*"),
+    ),
+    "dropped": (WEIGHTS, dropped, FAILED.format(WEIGHTS, "peer closed .*")),
+    "dead": (WEIGHTS, lambda h, d: h.connection.close(), FAILED.format(WEIGHTS, ".*")),
+    "short": (
+        WEIGHTS,
+        lambda h, d: h.answer(200, d[:-9]),
+        FAILED.format(WEIGHTS, r".*be of size \d+ but .*"),
+    ),
+    "long": (
+        WEIGHTS,
+        lambda h, d: h.answer(200, d + b"x"),
+        FAILED.format(WEIGHTS, r".*be of size \d+ but .*"),
+    ),
+    "silent": (
+        WEIGHTS,
+        lambda h, d: h.server.state.silence.wait(60),
+        FAILED.format(WEIGHTS, ".*time.*"),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", HUB_FAULTS)
+def test_hub_faults_are_one_line(fault, hub, cli, monkeypatch):
+    file, answer, message = HUB_FAULTS[fault]
+    hub.silence = threading.Event()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
+    if answer and file != WEIGHTS:
+        hub.faults["HEAD", file] = answer
+    elif answer:
+        hub.faults["GET", file] = answer
+    status, out, err = ask(cli, "org/name" if answer else "org/other")
+    hub.silence.set()
+    assert (status, out) == (2, "")
+    assert re.fullmatch(message + "\n", err), err
+    assert sum(hub.waited) <= 10  # seconds
+    assert not list(hub.cache.rglob("*.incomplete"))
+
+
+class FullDisk(io.BytesIO):
+    def write(self, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_hub_full_disk(hub, cli, monkeypatch):
+    open_path = Path.open
+
+    def open_full(path, *args, **kwargs):
+        full = path.suffix == ".incomplete"
+        return FullDisk() if full else open_path(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", open_full)
+    status, out, err = ask(cli, "org/name")
+    message = FAILED.format("config.json", r"\[Errno 28\] No space left on device")
+    assert (status, out) == (2, "") and re.fullmatch(message + "\n", err), err
+
+
+def test_hub_without_network(hub, cli, monkeypatch):
+    """At once, and without the library's retries: 23 s, or minutes where packets are lost."""
+    hub.stop()
+    status, out, err = ask(cli, "org/name")
+    message = FAILED.format("config.json", ".*Connection refused")
+    assert (status, out, hub.waited) == (2, "", []) and re.fullmatch(message + "\n", err), err
+    hub.offline()
+    status, out, err = ask(cli, "org/name")
+    message = FAILED.format("config.json", ".*offline mode is enabled.*HF_HUB_OFFLINE.*")
+    assert (status, out, hub.waited) == (2, "", []) and re.fullmatch(message + "\n", err), err
+
+
+def test_hub_lost_while_downloading_is_no_missing_file(hub, cli):
+    """What the hub may have is not taken for absent because the rest has arrived."""
+    assert ask(cli, "org/name")[0] == 0
+    for path in hub.cache.rglob("generation_config.json"):
+        path.resolve().unlink()
+        path.unlink()
+    hub.faults["GET", "generation_config.json"] = lambda handler, data: handler.answer(500)
+    status, out, err = ask(cli, "org/name")
+    assert (status, out) == (2, "") and "generation_config.json is not in" in err
+    hub.stop()  # now nobody knows, and the rest was asked for earlier
+    assert ask(cli, "org/name")[0] == 0
+
+
+def test_hub_of_another_kind_says_404_and_no_more(hub, cli):
+    """A mirror need not know the hub's error codes."""
+    for file in ("tokenizer_config.json", "chat_template.jinja"):
+        hub.faults["HEAD", file] = lambda handler, data: handler.answer(404)
+    assert ask(cli, "org/name")[0] == 0
+    status, out, err = ask(cli, "org/name", "--chat")
+    assert (status, err) == (2, "error: org/name has no chat template: leave out --chat\n")
+
+
+def test_hub_shard_that_is_missing_on_the_hub(hub, cli):
+    hub.repos["org/name"] = files = shard(hub.repos["org/name"])
+    del files["model-00001-of-00002.safetensors"]
+    status, out, err = ask(cli, "org/name")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert re.search(r"index.json names 'model-\d+-of-00002.safetensors', which is missing", err), (
+        err
+    )
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "pytorch_model.bin", "a/../../x.safetensors"])
+def test_hub_index_that_names_other_files(name, hub, cli):
+    """An index decides what is downloaded: nothing but weights of this folder."""
+    hub.repos["org/name"] = files = shard(hub.repos["org/name"])
+    index = json.loads(files["model.safetensors.index.json"])
+    index["weight_map"]["model.norm.weight"] = name
+    files["model.safetensors.index.json"] = json.dumps(index).encode()
+    status, out, err = ask(cli, "org/name")
+    assert (status, out, err.count("\n")) == (2, "", 1) and repr(name) in err, err
+    assert not any("x.safetensors" in file or file.endswith(".bin") for _, file in hub.asked())
+
+
+@pytest.mark.parametrize("url", ["foo", "", "http://", "ftp://127.0.0.1", "http://127.0.0.1:x"])
+def test_hub_endpoint_that_is_no_address(url, hub, cli):
+    hub.endpoint(url)
+    status, out, err = ask(cli, "org/name")
+    assert (status, out, err.count("\n"), hub.log) == (2, "", 1, [])
+    assert err.startswith("error: org/name: config.json is not in"), err
+
+
+@pytest.mark.parametrize(
+    "name", ["org/na--me", "org/a..b", "org/" + "n" * 200, "org/name.git", "örg/x"]
+)
+def test_hub_names_that_cannot_be(name, hub, cli):
+    status, out, err = ask(cli, name)
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("error: "), err
+
+
+# --- the same in processes of their own ---
+
+
+def hub_process(server, home, *arguments, **env):
+    """generate.py as a process that knows the server; text of both streams."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+    env = kept | dict(HF_ENDPOINT=server.url, HF_HOME=str(home), OMP_NUM_THREADS="1") | env
+    arguments = ["--model", "org/name", "--prompt", "Hello", "--max-new-tokens", "4", *arguments]
+    command = [sys.executable, gen.__file__, *arguments]
+    done = subprocess.run(command, capture_output=True, timeout=300, env=env)
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def test_process_downloads_and_then_needs_no_network(folders, server, cli, tmp_path):
+    expected = ask(cli, folders["qwen3"])[1]
+    status, out, err = hub_process(server, tmp_path, HF_TOKEN="hf_secret")
+    assert (status, out, err.count("\n")) == (0, expected, 1), err
+    assert sorted(server.fetched()) == sorted([*SMALL_FILES, WEIGHTS])
+    assert server.log[0][2]["authorization"] == "Bearer hf_secret"
+    server.stop()
+    assert hub_process(server, tmp_path)[:2] == (0, expected)
+
+
+def test_process_with_an_endpoint_that_is_no_address(server, tmp_path):
+    status, out, err = hub_process(server, tmp_path, HF_ENDPOINT="foo")
+    message = FAILED.format("config.json", ".*protocol.*").replace("cache", "hub")
+    assert (status, out) == (2, "") and re.fullmatch(message + "\n", err), err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals are Unix's")
+def test_process_shows_progress_on_a_terminal(server, tmp_path):
+    """A bar with name and size per file, on stderr, where a person watches."""
+    import fcntl
+    import termios
+
+    main, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 25, 100, 0, 0))
+    chunks = []
+
+    def read():
+        while b"tokens/s" not in b"".join(chunks[-2:]):
+            chunks.append(os.read(main, 4096))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    env = os.environ | dict(HF_ENDPOINT=server.url, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0")
+    command = [sys.executable, gen.__file__, "--model", "org/name", "--prompt", "a"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, timeout=300, env=env)
+    reader.join(60)
+    os.close(terminal)
+    os.close(main)
+    shown = b"".join(chunks).decode()
+    assert done.returncode == 0 and not reader.is_alive()
+    for name in [*SMALL_FILES, WEIGHTS]:
+        assert re.search(rf"{re.escape(name)}: 100%.*B/s", shown), shown
+
+
+# --- files from strangers -------------------------------------------------------------------------
+# Whatever a folder holds, a run ends in the undamaged model's result, in that of a model that the
+# change legitimately makes, or in one line. Fixed seeds: a failure names the case to run again.
+
+NAN, INF = float("nan"), float("inf")
+DEEP = "[" * 500 + "]" * 500
+ODD_VALUES = [
+    None, True, False, 0, 1, 2, -1, 3, 7, 17, 2**31, 2**63, 2**70, 10**12, -(10**400), 10**400,
+    0.5, 1.0, -0.0, 1e-320, 1e308, NAN, INF, -INF, "", "x", "1", "16", "NaN", "true", "a\nb\0",
+    "\ud800", [], [1], ["full_attention"], {}, {"a": 1}, {"content": 5}, json.loads(DEEP),
+]  # fmt: skip
+BROKEN_TEXTS = [
+    b"", b"{", b"null", b"[]", b"5", b'"x"', b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"\0" * 100,
+    b"[" * 100_000, b'{"a":' * 100_000, b"{" + b'"a":1,' * 1000, b"<html>", b"9" * 5000,
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+]  # fmt: skip
+ANOTHER_MODEL, OTHER_TOKENS = "another model", "other tokens"  # what a change may make
+LEGITIMATE = {  # keys of config.json that make another model of the same shapes
+    "rope_theta", "rms_norm_eps", "layer_norm_epsilon", "n_head",
+}  # fmt: skip
+
+
+def edit_json(path, change):
+    value = json.loads(path.read_text("utf-8"))
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def set_key(file, key, value):
+    """A case that sets (or with ... removes) one key of a JSON file."""
+
+    def change(folder):
+        def apply(data):
+            data[key] = value
+            if value is ...:
+                del data[key]
+
+        edit_json(folder / file, apply)
+
+    return (
+        f"{file}: {key} = {str(value)[:40]!r}",
+        change,
+        key in LEGITIMATE and ANOTHER_MODEL,
+    )
+
+
+def replace_text(file, text):
+    return f"{file}: {text[:20]!r}", lambda folder: (folder / file).write_bytes(text), ""
+
+
+def json_cases(rng, base):
+    """Every key with every odd value would take minutes: some of each."""
+    for file in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        keys = list(json.loads((base / file).read_text()))
+        if file == "config.json":
+            keys += ["dtype", "rope_scaling", "rope_parameters", "layer_types", "n_inner", "n_ctx"]
+        for key in keys:
+            for value in rng.sample(ODD_VALUES, 8):
+                yield set_key(file, key, value)
+        yield set_key(file, rng.choice(list(json.loads((base / file).read_text()))), ...)
+        for text in rng.sample(BROKEN_TEXTS, 6):
+            yield replace_text(file, text)
+        text = (base / file).read_bytes()
+        yield replace_text(file, text[: rng.randrange(1, len(text))])
+
+
+@pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id"])
+def test_strangers_stop_and_begin_ids(key, folder, cli):
+    """The ids of an empty prompt and of the end of a text go to the device as they are."""
+    for value in [*ODD_VALUES, [2**70], [True], [-1], [[1]], ["x"], [1, None], [1, 2]]:
+        path = folder(generation_config={key: value})
+        ids = value if isinstance(value, list) and key == "eos_token_id" else [value]
+        good = value is None or all(type(id) is int and 0 <= id < 2**31 for id in ids)
+        result = cli("--model", path, "--prompt", "", "--max-new-tokens", 2, "--json")
+        assert result[0] == (0 if good else 2), (value, result)
+        if not good:
+            assert re.fullmatch(rf"error: .* {key} .* is no id\n", result[2]), result
+
+
+class SmallOnly(torch.utils._python_dispatch.TorchDispatchMode):
+    """Fails when anything larger than these models need is allocated."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for t in result if isinstance(result, (list, tuple)) else [result]:
+            assert not isinstance(t, torch.Tensor) or t.nbytes <= 2**23, (func, t.shape)
+        return result
+
+
+@pytest.fixture
+def little_memory():
+    """No allocation of GiB succeeds, of tensors or anything else (where the system can do that)."""
+    resource = pytest.importorskip("resource", reason="this system has no limits")
+    if not Path("/proc/self/statm").exists():
+        yield
+        return
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def three_logits(model):
+    cache = gen.kvcache.NoCache(model)
+    return model(*cache.start(torch.tensor([[5, 9, 2]]), [0]), cache)
+
+
+@pytest.fixture
+def stranger(cli, monkeypatch, tmp_path, little_memory):
+    """stranger(base, change, *flags) -> (error line or None, JSON or None, logits or None)."""
+    loaded = []
+    load = models.load
+
+    def keep(*args):
+        with SmallOnly():
+            loaded.append(load(*args))
+        return loaded[-1]
+
+    monkeypatch.setattr(models, "load", keep)
+    count = iter(range(10**6))
+
+    def call(base, change, *flags):
+        path = tmp_path / str(next(count))
+        shutil.copytree(base, path)
+        change(path)
+        loaded.clear()
+        flags = ("--model", path, "--max-new-tokens", 3, "--ignore-eos", "--json", *flags)
+        status, out, err = cli(*flags, *([] if "--prompt" in flags else ["--prompt", "Hello"]))
+        shutil.rmtree(path)
+        if status == 0:
+            return None, json.loads(out), three_logits(loaded[-1])
+        assert (status, out, err.count("\n")) == (2, "", 1), (status, out, err)
+        assert err.startswith("error: ") and len(err) < 2000, err
+        return err, None, None
+
+    return call
+
+
+def check_cases(cases, base, stranger, *flags):
+    """Each case is (label, function that changes a copy of base, what it may change)."""
+    _, expected, logits = stranger(base, lambda folder: None, *flags)
+    faults, ran, refused = [], 0, 0
+    for label, change, may_change in cases:
+        try:
+            error, result, got = stranger(base, change, *flags)
+            ran, refused = ran + (error is None), refused + (error is not None)
+            if error is None and may_change != ANOTHER_MODEL:
+                assert torch.equal(got, logits), "another model"
+                if may_change != OTHER_TOKENS:
+                    for key in ("prompt_ids", "new_ids", "texts", "dtype"):
+                        assert result[key] == expected[key], key
+            elif error is None:
+                assert torch.isfinite(got).all()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as fault:  # a panic of Rust code is no Exception
+            faults.append(f"{label!r}: {fault!r}"[:500])
+    assert not faults, "\n".join(faults)
+    return ran, refused
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strangers_json(kind, folders, stranger):
+    cases = json_cases(random.Random(kind), folders[kind])
+    ran, refused = check_cases(cases, folders[kind], stranger)
+    assert ran > 40 and refused > 80
+
+
+CONFIGS = [  # (kind, changes to config.json, words of the error)
+    ("qwen3", {"head_dim": 7}, "head_dim 7 is odd"),
+    ("qwen3", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta is"),
+    ("qwen3", {"rope_theta": 0, "rope_parameters": {"rope_theta": 1e4}}, "rope_theta is"),
+    ("qwen3", {"rope_theta": "1e4"}, "rope_theta = '1e4'"),
+    ("qwen3", {"rope_theta": -1e4}, "rope_theta = -10000.0"),
+    ("qwen3", {"rms_norm_eps": NAN}, "rms_norm_eps = nan"),
+    ("gpt2", {"layer_norm_epsilon": INF}, "layer_norm_epsilon = inf"),
+    ("gpt2", {"layer_norm_epsilon": True}, "layer_norm_epsilon = True"),
+    ("qwen3", {"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'"),
+    ("gpt2", {"tie_word_embeddings": None}, "tie_word_embeddings = None"),
+    ("gpt2", {"n_inner": 0}, "n_inner = 0"),
+    ("gpt2", {"n_head": -2}, "n_head = -2"),
+    ("gpt2", {"n_layer": 1000}, "n_layer = 1000"),
+    ("qwen3", {"num_hidden_layers": True}, "num_hidden_layers = True"),
+    ("qwen3", {"vocab_size": 2**31}, "vocab_size = 2147483648"),
+    ("qwen3", {"hidden_size": 16.0}, "hidden_size = 16.0"),
+    ("qwen3", {"model_type": []}, "model_type \\[\\]"),
+]
+
+
+@pytest.mark.parametrize("kind, changes, words", CONFIGS, ids=lambda value: str(value)[:40])
+def test_config_of_values_that_mean_nothing(kind, changes, words, folders, stranger):
+    path = folders[kind]
+    error, *_ = stranger(path, lambda f: edit_json(f / "config.json", lambda d: d.update(changes)))
+    assert re.fullmatch(f"error: .*/config.json: .*{words}.*\n", error), error
+
+
+def change_header(change):
+    def apply(folder):
+        path = folder / "model.safetensors"
+        path.write_bytes(overwrite_header(path.read_bytes(), change))
+
+    return apply
+
+
+def change_bytes(change):
+    def apply(folder):
+        path = folder / "model.safetensors"
+        path.write_bytes(change(path.read_bytes()))
+
+    return apply
+
+
+def safetensors_cases(rng, base):
+    data = (base / "model.safetensors").read_bytes()
+    n = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + n])
+    keys = sorted(header.keys() - {"__metadata__"})
+
+    def entry(field, value):
+        key = rng.choice(keys)
+        change = change_header(lambda h: h[key].update({field: value}))
+        return f"{key} {field} {value}"[:80], change, ""
+
+    for shape in ([-1], [2**63], [2**70], [], [0], [16, 16, 0], [[16]], "x", None, [1.5], [1] * 64):
+        yield entry("shape", shape)
+        yield entry("shape", [1, *header[rng.choice(keys)]["shape"]])
+    for dtype in (
+        "F64",
+        "I32",
+        "BOOL",
+        "F8_E4M3",
+        "F4",
+        "U8",
+        "F16",
+        "BF16",
+        "XX",
+        "",
+        5,
+        None,
+        [],
+    ):
+        yield entry("dtype", dtype)
+    for offsets in ([0, 0], [9, 1], [-4, 0], [0, 2**63], [0, 2**64 + 4], [0.5, 1], ["a"], None, []):
+        yield entry("data_offsets", offsets)
+    for extra in (
+        "",
+        "x",
+        "lm_head.weight",
+        "model.lm_head.weight",
+        "h.0.attn.bias.x",
+        "a\n" * 999,
+    ):
+        new = dict(dtype="F32", shape=[0], data_offsets=[0, 0])
+        yield f"extra {extra!r:.20}", change_header(lambda h, e=extra: h.update({e: new})), ""
+    for key in rng.sample(keys, 4):
+        yield f"without {key}", change_header(lambda h, k=key: h.pop(k)), ""
+        yield f"renamed {key}", change_header(lambda h, k=key: h.update({k[:-1]: h.pop(k)})), ""
+    for metadata in (5, None, {"a": 1}, {"a": "x" * 2**20}, {f"{i}": "" for i in range(10**5)}, []):
+        label = f"metadata {metadata!r:.20}"
+        yield label, change_header(lambda h, m=metadata: h.update(__metadata__=m)), ""
+    for size in (0, 1, n - 1, n + 1, len(data) - 8, len(data), 10**8, 2**63, 2**64 - 1):
+        change = change_bytes(lambda d, s=size: s.to_bytes(8, "little") + d[8:])
+        yield f"header of {size} bytes", change, ""
+    for text in (
+        b"[" * 10_000,
+        b'{"a":' * 10_000,
+        b"{}",
+        b"null",
+        b"\xff" * 10,
+        b" " * n,
+        b'{"a":5}',
+    ):
+        change = change_bytes(lambda d, t=text: len(t).to_bytes(8, "little") + t + d[8 + n :])
+        yield f"header {text[:9]}", change, ""
+    for _ in range(12):
+        end = rng.choice([rng.randrange(n), rng.randrange(len(data))])
+        yield f"cut at {end}", change_bytes(lambda d, e=end: d[:e]), ""
+    for _ in range(12):
+        at, new = rng.randrange(8, 8 + n), rng.randrange(256)
+        change = change_bytes(lambda d, a=at, b=new: d[:a] + bytes([b]) + d[a + 1 :])
+        yield f"byte {at} is {new}", change, ""
+
+
+def test_header_of_a_safetensors_file_is_no_larger_than_headers_are(folders, stranger):
+    """The library would take minutes: it parses the header each time the file is opened."""
+    for size, accepted in ((2**19, True), (2**20, False)):
+        change = change_header(lambda h, n=size: h.update(__metadata__={"a": "x" * n}))
+        error, *_ = stranger(folders["qwen3"], change)
+        assert accepted == (error is None)
+    assert re.search("model.safetensors is not a whole .*header too large.*download it", error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strangers_safetensors(kind, folders, stranger):
+    cases = safetensors_cases(random.Random(kind), folders[kind])
+    ran, refused = check_cases(cases, folders[kind], stranger)
+    assert refused > 80
+
+
+def link(file, target):
+    def change(folder):
+        (folder / file).unlink(missing_ok=True)
+        (folder / file).symlink_to(target)
+
+    return f"{file} -> {target}", change, ""
+
+
+def fifo(file):
+    def change(folder):
+        (folder / file).unlink(missing_ok=True)
+        os.mkfifo(folder / file)
+
+    return f"{file} is a FIFO", change, ""
+
+
+def directory(file):
+    def change(folder):
+        (folder / file).unlink(missing_ok=True)
+        (folder / file).mkdir()
+
+    return f"{file} is a folder", change, ""
+
+
+def sparse(file):
+    def change(folder):
+        with open(folder / file, "ab") as f:
+            f.truncate(2**40)
+
+    return f"{file} is of 1 TiB", change, ""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links and devices of Unix")
+def test_strangers_links_and_devices(folders, stranger, tmp_path):
+    base, outside = tmp_path / "base", tmp_path / "outside"
+    base.mkdir()
+    for name, data in shard(contents(folders["qwen3"])).items():
+        (base / name).write_bytes(data)
+    shutil.copytree(base, outside)
+    shard_1 = "model-00001-of-00002.safetensors"
+    index = "model.safetensors.index.json"
+
+    def map_to(name):
+        def change(folder):
+            rename = {shard_1: name}
+            edit_json(
+                folder / index,
+                lambda d: d.update(
+                    weight_map={k: rename.get(v, v) for k, v in d["weight_map"].items()}
+                ),
+            )
+            (folder / "x.safetensors").symlink_to("/dev/zero")
+
+        return f"index names {name!r}"[:60], change, ""
+
+    cases = []
+    for file in [*contents(base), "chat_template.jinja"]:
+        cases += [fifo(file), directory(file), link(file, "/dev/zero"), link(file, file)]
+        cases += [link(file, "/dev/null"), link(file, "nowhere"), link(file, "/dev/stdin")]
+        if (base / file).exists():
+            cases += [link(file, outside / file), sparse(file)]  # a link to the same is no fault
+    names = ["", ".", "..", "/dev/zero", f"../{shard_1}", str(outside / shard_1), f"./{shard_1}"]
+    names += ["\\\\host\\x.safetensors", "C:x.safetensors", "a\0b.safetensors", "x.safetensors"]
+    names += [
+        "config.json",
+        index,
+        "x" * 300 + ".safetensors",
+        "\ud800.safetensors",
+        ".safetensors",
+    ]
+    names += [5, None, ["a.safetensors"], {"a": 1}, True, f"{shard_1}\n", "model.safetensors"]
+    cases += [map_to(name) for name in names]
+    swap = {
+        "model-00002-of-00002.safetensors": shard_1,
+        shard_1: "model-00002-of-00002.safetensors",
+    }
+    cases.append(
+        ("shards swapped", lambda f: [shutil.copy(base / a, f / b) for a, b in swap.items()], "")
+    )
+    for text in BROKEN_TEXTS:
+        cases.append(replace_text(index, text))
+    for value in (None, [], {}, 5, "x", {"a": "b"}, json.loads(DEEP)):
+        cases.append(set_key(index, "weight_map", value))
+    ran, refused = check_cases(cases, base, stranger)
+    assert ran >= len(contents(base)) and refused > 60
+
+
+def json_paths(value, path=()):
+    """Paths of all places of a JSON value, at most 8 of the items of each list or map."""
+    yield path
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in list(items)[:8]:
+            yield from json_paths(item, (*path, key))
+
+
+def tokenizer_cases(rng, base):
+    text = (base / "tokenizer.json").read_bytes()
+    places = [path for path in json_paths(json.loads(text)) if path]
+
+    def set_at(path, value):
+        def change(folder):
+            def apply(data):
+                for key in path[:-1]:
+                    data = data[key]
+                data[path[-1]] = value
+
+            edit_json(folder / "tokenizer.json", apply)
+
+        return f"{path} = {value!r:.60}", change, OTHER_TOKENS
+
+    for place in rng.sample(places, min(40, len(places))):
+        yield set_at(place, rng.choice(ODD_VALUES))
+    for pattern in (
+        "(a+)+$",
+        "(a|a)*$",
+        "(a*)*b",
+        r"(a+)\1+$",
+        "(x+x+)+y",
+        "(?:.*)*x",
+        "(((",
+        "",
+        "\\p{Zzz}",
+        "(?<=a+)b",
+        "a{1,9999999}",
+    ):
+        split = {
+            "type": "Split",
+            "pattern": {"Regex": pattern},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+        both = {
+            "type": "Sequence",
+            "pretokenizers": [
+                split,
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
+            ],
+        }
+        yield set_at(("pre_tokenizer",), both)
+    for content in ("", " ", "H", "Hello", "a" * 10_000, "\0", "(", "|", "\ud800", "<|im_start|>"):
+        token = dict(
+            id=0,
+            content=content,
+            single_word=False,
+            lstrip=False,
+            rstrip=False,
+            normalized=False,
+            special=True,
+        )
+        for id in (0, 291, 292, 2**31, 2**32 - 1, -1):
+            yield set_at(("added_tokens",), [token | {"id": id}])
+    for normalizer in (
+        {"type": "Prepend", "prepend": "x" * 10_000},
+        {"type": "Lowercase"},
+        {"type": "Replace", "pattern": {"String": ""}, "content": "y" * 1000},
+        {"type": "Replace", "pattern": {"Regex": ".*"}, "content": "y"},
+    ):
+        yield set_at(("normalizer",), normalizer)
+    for model in (
+        {"type": "WordLevel", "vocab": {"Hello": 0}, "unk_token": "Hello"},
+        {"type": "WordLevel", "vocab": {}, "unk_token": "x"},
+        {"type": "BPE", "vocab": {}, "merges": []},
+        {"type": "BPE", "vocab": {"H": 2**32 - 1}, "merges": []},
+        {"type": "BPE", "vocab": {"H": 0, "e": 0}, "merges": ["H e"]},
+        {"type": "Unigram", "unk_id": 0, "vocab": [["x", NAN]]},
+        {"type": "Unigram", "unk_id": 9, "vocab": []},
+        {
+            "type": "WordPiece",
+            "vocab": {},
+            "unk_token": "",
+            "continuing_subword_prefix": "",
+            "max_input_chars_per_word": 0,
+        },
+    ):
+        yield set_at(("model",), model)
+    for decoder in ({"type": "Sequence", "decoders": []}, {"type": "ByteLevel"}, {"type": "Fuse"}):
+        yield set_at(("decoder",), decoder)
+    for broken in BROKEN_TEXTS:
+        yield (
+            replace_text("tokenizer.json", broken)[0],
+            replace_text("tokenizer.json", broken)[1],
+            "",
+        )
+    for _ in range(15):
+        at, new = rng.randrange(len(text)), rng.randrange(256)
+        changed = text[:at] + bytes([new]) + text[at + 1 :]
+        label, change, _ = replace_text("tokenizer.json", changed)
+        yield f"byte {at} is {new}", change, OTHER_TOKENS
+
+
+def test_strangers_tokenizer_of_another_model(folders, stranger):
+    """One with more ids than the model has is refused by the first id that is too large."""
+    tiny = Path(models.__file__).parent / "tiny" / "qwen3"
+    larger = lambda folder: shutil.copy(tiny / "tokenizer.json", folder)  # noqa: E731
+    error, *_ = stranger(folders["qwen3"], larger)
+    assert re.fullmatch("error: id \\d+ is outside the vocabulary of 292\n", error)
+    smaller = folders["qwen3"] / "tokenizer.json"
+    case = ("smaller", lambda folder: shutil.copy(smaller, folder), OTHER_TOKENS)
+    assert check_cases([case], tiny, stranger) == (1, 0)
+
+
+def test_strangers_tokenizer(folders, stranger):
+    cases = tokenizer_cases(random.Random(1), folders["qwen3"])
+    prompt = ["--prompt", "a" * 40 + "! Hello <|im_start|>"]
+    ran, refused = check_cases(cases, folders["qwen3"], stranger, *prompt)
+    assert ran > 20 and refused > 40
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+HOSTILE_TEMPLATES = {  # template: what the error line says, or None where it is harmless
+    ENDLESS: "does not come to an end",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "recursion",
+    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}": "recursion",
+    "{% if 1 %}" * 300 + "{% endif %}" * 300: "recursion",
+    "{% for a in messages %}" * 30 + "{% endfor %}" * 30: "nested",
+    "{% for i in range(10 ** 12) %}{% endfor %}": "the result of ** is too large",
+    "{% for i in range(1000000000000) %}{% endfor %}": "Range too big",
+    "{{ 10 ** 10 ** 10 }}": "the result of ** is too large",
+    "{{ 'a' * 10000000000 }}": "the result of * is too large",
+    "{{ 1000 * ('a' * 1000 * 1000 * 1000) }}": "the result of * is too large",
+    "{{ [0] * 10000000000 }}": "the result of * is too large",
+    "{{ ''.__class__.__mro__ }}": "unsafe",
+    "{{ messages.__class__ }}{{ lipsum.__globals__['os'].system('echo') }}": "unsafe",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}": "unsafe",
+    "{{ raise_exception.__globals__.sys }}": "unsafe",
+    "{{ strftime_now.__self__.x.y }}": "unsafe",
+    "{{ messages.append(1) }}": "unsafe",
+    "{{ ''.format.__self__.x }}": "no attribute",
+    "{% include '/etc/passwd' %}": "no loader",
+    "{% import 'os' as os %}": "no loader",
+    "{% extends '../x' %}": "no loader",
+    "{{ raise_exception('no\nsuch\nturn') }}": "no such turn",
+    "{{ 1 / 0 }}": "division",
+    "{{ messages.x.y }}": "no attribute",
+    "{{": "unexpected",
+    "{{ '-' * 40 }}{{ 6 * 7 }}": None,
+    "{{ messages | tojson }}": None,
+    "a\0b": None,
+    "{{ '{0.__class__}'.format(1) }}a": None,
+}
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja"])
+def test_strangers_chat_template(place, folders, stranger):
+    def change(template):
+        def in_config(folder):
+            edit_json(folder / place, lambda data: data.update(chat_template=template))
+
+        def as_file(folder):
+            (folder / place).write_bytes(template.encode())
+
+        return in_config if place == "tokenizer_config.json" else as_file
+
+    for template, message in HOSTILE_TEMPLATES.items():
+        if template == ENDLESS and place == "chat_template.jinja":
+            continue  # takes some seconds
+        error, result, _ = stranger(folders["qwen3"], change(template), "--chat")
+        if message is None:
+            assert error is None, (template[:60], error)
+        else:
+            assert error and error.startswith("error: chat template: "), (template[:60], error)
+            assert message in error, (template[:60], error)
+    trace = sys.gettrace()
+    stranger(folders["qwen3"], change("a"), "--chat")
+    assert sys.gettrace() is trace  # a debugger or a coverage tool goes on
+
+
+def test_strangers_chat_templates_that_are_none(folders, stranger):
+    def as_bytes(folder):
+        (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+
+    cases = [("bytes", as_bytes, "")]
+    lists = [[5], [{}], [{"name": 5}], [{"name": [], "template": "x"}], [["default", "x"]]]
+    for value in [*ODD_VALUES, *lists, [{"name": "default", "template": 5}]]:
+        if value not in ("x", "1", "16", "NaN", "true", "a\nb\0", "\ud800"):  # these are templates
+            cases.append(set_key("tokenizer_config.json", "chat_template", value))
+    for label, change, _ in cases:
+        error, *_ = stranger(folders["qwen3"], change, "--chat")
+        assert error, label
+        assert re.search("chat template: |has no chat template: leave out --chat", error), error
+
+
+# --- command lines --------------------------------------------------------------------------------
+
+WHOLE = [
+    "0",
+    "1",
+    "3",
+    "+2",
+    " 4 ",
+    "1_0",
+    "-1",
+    "1e3",
+    "0x10",
+    "٣",
+    "²",
+    "",
+    "nan",
+    "x",
+    "--",
+    "a\nb",
+    "-0",
+    "513",
+    str(2**63),
+    str(2**70),
+    "9" * 5000,
+]
+REAL = [
+    "0",
+    "0.7",
+    "1",
+    "1.0",
+    "1e-3",
+    "1e-320",
+    "5",
+    "-1",
+    "nan",
+    "inf",
+    "-inf",
+    "1e400",
+    "",
+    "x",
+    "0,5",
+    "٣",
+    "--",
+    "\udce9",
+    "1_0",
+    "-0.0",
+]
+ODD_TEXTS = [
+    "Hello",
+    "",
+    "-",
+    "Hello world, once",
+    "日本",
+    "😀",
+    "a\0b",
+    "\udce9",
+    "\n",
+    "<|endoftext|>",
+    "--",
+    "-x",
+    "a" * 600,
+    " ",
+    "\ud83d",
+    "a\r\nb",
+]
+FLAGS = {
+    "--model": [
+        "",
+        ".",
+        "/",
+        "..",
+        "nope",
+        "a/b/c",
+        "~",
+        "org/name",
+        "org/na--me",
+        "a\0b",
+        "x" * 5000,
+        "a\nb",
+        "-",
+        "tiny-qwen3 ",
+        "日/本",
+        "\udce9",
+        "/dev/null",
+        __file__,
+    ],
+    "--prompt": ODD_TEXTS,
+    "--max-new-tokens": WHOLE,
+    "--device": [
+        "auto",
+        "cpu",
+        "cpu:0",
+        "cpu:1",
+        "cuda",
+        "CPU",
+        "",
+        "meta",
+        "meta:0",
+        "mkldnn",
+        "hpu",
+        "a\0b",
+        "\udce9",
+        "cpu:" + "9" * 50,
+        "privateuseone",
+        "xla",
+        "a\nb",
+        "--",
+        "cpu ",
+    ],
+    "--dtype": ["auto", "float32", "float32", "bfloat16", "float16", "int8", "", "float64", "a\nb"],
+    "--matmul-precision": ["highest", "high", "medium", ""],
+    "--cache": ["none", "growing", "preallocated", "paged", "", "NONE"],
+    "--compile": [None, None, "max-autotune", "reduce-overhead", "default", "", "a\nb"],
+    "--cuda-graph": [None],
+    "--pipeline": ["off", "event", "ping-pong", "unchecked", ""],
+    "--temperature": REAL,
+    "--top-k": WHOLE,
+    "--top-p": REAL,
+    "--seed": WHOLE,
+    "--chat": [None, None, None, "x"],
+    "--system": ODD_TEXTS,
+    "--no-think": [None],
+    "--ignore-eos": [None],
+    "--show-tokens": [None],
+    "--json": [None],
+    "--nonsense": [None, "x"],
+    "stray": [None],
+}
+
+
+def random_command(rng, folders):
+    """A command line around a working one: some flags of any value, repeated, in any order."""
+    command = []
+    for flag in rng.sample(sorted(FLAGS), rng.randrange(1, 6)):
+        # Mostly the values that come first, so that many command lines do something.
+        values = FLAGS[flag]
+        value = rng.choice(values if rng.random() < 0.4 else values[:4])
+        command.append([flag] if value is None else [flag, value])
+        if value is not None and value.startswith("-") and rng.random() < 0.5:
+            command[-1] = [f"{flag}={value}"]
+    model = folders[rng.choice(KINDS)]
+    command += [["--model", model]] * (rng.random() < 0.97 and "--model" not in str(command))
+    command += [["--prompt", "Hello"]] * (rng.random() < 0.97)
+    command += [["--max-new-tokens", "3"]] * ("--max-new-tokens" not in str(command))
+    rng.shuffle(command)
+    return [word for words in command for word in words]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_strangers_command_lines(seed, folders, cli, monkeypatch, little_memory):
+    """Each gives what a plain run gives for its settings, or one line and exit status 2."""
+    monkeypatch.setattr(models, "compiled", lambda function, *_: function)  # minutes otherwise
+    monkeypatch.setattr(gen, "check_compiler", lambda device: None)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    loaded, load = [], models.load
+
+    def keep(*args):
+        with SmallOnly():
+            loaded.append(load(*args))
+        return loaded[-1]
+
+    monkeypatch.setattr(models, "load", keep)
+    rng = random.Random(seed)
+    faults, ran, refused = [], 0, 0
+    for _ in range(75):
+        command = random_command(rng, folders)
+        try:
+            status, out, err = cli(*command, stdin=rng.choice([b"Hello\n", b"", b"\xff", b"a\0b"]))
+            if status == 2:
+                refused += 1
+                assert out == "" and err.startswith("error: ") and err.count("\n") == 1, err
+                assert len(err) < 10_000
+                continue
+            ran += 1
+            assert status == 0
+            notices = err.splitlines()
+            assert all(not line.startswith("error") and "Traceback" not in line for line in notices)
+            args = gen.parse_arguments([str(word) for word in command])
+            if args.json:
+                result = json.loads(out)
+                check_against_a_plain_run(args, result, loaded[-1])
+        except KeyboardInterrupt:
+            raise
+        except BaseException as fault:
+            faults.append(f"{command!r:.300}: {fault!r:.300}")
+    assert not faults, "\n".join(faults)
+    assert ran > 10 and refused > 15
+
+
+def check_against_a_plain_run(args, result, model):
+    if args.temperature and args.seed is None or result["dtype"] != "float32":
+        return
+    tokenizer = gen.Tokenizer(args.model)
+    stop = () if args.ignore_eos else tokenizer.stop_ids
+    stop += (tokenizer.end_of_turn,) * (args.chat and not args.ignore_eos)
+    settings = dict(
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
+    )
+    rows = list(zip(*gen.generate(
+        model, result["prompt_ids"], args.max_new_tokens, cache="none", stop_ids=stop, **settings
+    )))  # fmt: skip
+    rows = [[id for id in row if id is not None] for row in rows]
+    assert result["new_ids"] == (rows or [[] for _ in args.prompt])
+
+
+# --- reported kinds of faults, where else they could enter this code ------------------------------
+
+needs_mps = pytest.mark.skipif(not torch.backends.mps.is_available(), reason="needs an Apple GPU")
+needs_xpu = pytest.mark.skipif(not torch.xpu.is_available(), reason="needs an Intel GPU")
+
+
+@each_cache
+def test_pos_3_a_half_precision_model_counts_beyond_256(cache, small, monkeypatch):
+    """POS-3: bf16 holds no odd number above 256, so positions stay whole and angles fp32."""
+    model, calls = small("qwen3", "bfloat16", head_dim=128), []
+    monkeypatch.setattr(models, "rope_table", spy(models.rope_table, calls))
+    with torch.inference_mode():
+        store = CACHES[cache](model, 1, 262)
+        list(forced(model, store, random_prompts(30, (255,)), random_prompts(31, (7,))))
+        assert [call.args[0][0, -1].item() for call in calls] == list(range(254, 262))
+        store, positions = kvcache.NoCache(model), torch.tensor([100, 257, 1000, 4000])
+        ids, _ = store.start(torch.ones(1, 4, dtype=torch.int64), [0])
+        model.hidden(ids, positions, store)
+    angles = positions[:, None] * 1e6 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+    for table, right in zip(calls[-1].result, (angles.cos(), angles.sin()), strict=True):
+        assert table.dtype == torch.bfloat16
+        assert (table[0, 0].double() - right).abs().max() < 0.005
+
+
+@pytest.mark.parametrize("S", [4, 64])
+def test_msk_1_msk_4_the_row_written_for_the_compiler(S):
+    """MSK-1, MSK-4: 1.5, where no mask gives the mean of all and an inverted one nothing."""
+    q, k = torch.ones(1, 2, 2, 4), torch.zeros(1, 2, S, 4)
+    v = torch.arange(S).float().view(1, 1, S, 1).expand(1, 2, S, 4)
+    mask = models.visible(torch.tensor([3]), torch.tensor([[0]]), S).repeat(1, 1, 2, 1)
+    assert torch.equal(models.attention_of_one_token(q, k, v, mask), torch.full_like(q, 1.5))
+
+
+@each_cache
+@each_arch
+def test_msk_2_a_padded_prompt_does_not_see_its_future(arch, cache, small):
+    """MSK-2: a batch takes another way through the mask than a prompt alone."""
+    other = random_prompts(32, (8,))[0]
+    a, b = (
+        all_logits(small(arch), [ids, other], cache)[0, -5:]
+        for ids in ([1, 2, 3, 4, 5], [1, 2, 9, 9, 9])
+    )
+    close(a[:2], b[:2], atol=1e-5)
+    assert (a[2:] - b[2:]).abs().max() > 0.1
+
+
+def attention_by_hand(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):
+    """As some backends and releases compute it: a row without anything to see is NaN."""
+    if enable_gqa:
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    if is_causal:
+        attn_mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    scores = (q @ k.mT).float() * q.shape[3] ** -0.5
+    return scores.masked_fill(~attn_mask, -math.inf).softmax(dim=-1).to(v.dtype) @ v
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@each_cache
+@each_arch
+def test_msk_5_padding_stays_finite_without_a_careful_softmax(
+    arch, cache, dtype, small, monkeypatch
+):
+    """MSK-5: lengths 2 and 6, and a row that is all padding, through a plain softmax."""
+    model, (short, long) = small(arch, dtype), random_prompts(3, (2, 6))
+    q = torch.ones(1, 1, 1, 4)
+    nothing = attention_by_hand(q, q, q, torch.zeros(1, 1, 1, 1, dtype=torch.bool))
+    assert nothing.isnan().all()
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention_by_hand)
+    alone = all_logits(model, [short], cache)[0]
+    logits = all_logits(model, [short, long], cache)
+    store = CACHES[cache](model, 2, 80)
+    with torch.inference_mode():
+        steps = [model(*store.start(padded([short, long])[0], [6, 0]), store)]
+        for _ in range(2):
+            store.reserve()
+            steps.append(model(*store.feed(steps[-1].argmax(dim=-1, keepdim=True)), store))
+    assert all(x.isfinite().all() for x in (alone, logits, *steps))
+    scale = 1 if dtype == "float32" else alone.abs().max()
+    close(logits[0, -2:] / scale, alone / scale, atol=1e-4 if dtype == "float32" else 2e-2)
+
+
+def test_kv_4_replayed_steps_are_those_of_the_request(tiny, monkeypatch):
+    """KV-4: graphs on a cache object hold the stop ids, sampling and model they were made with."""
+    model, N = tiny["qwen3"], 7
+    twin = dataclasses.replace(model, lm_head=model.lm_head.flip(0))
+    prompts = prompts_for(model, [3, 2])
+    first, second = run(model, prompts, N)
+    drawn = SAMPLED | {"top_k": 2}
+    requests = [
+        (model, {}), (model, {"stop_ids": (first[4], second[3])}), (model, SAMPLED),
+        (model, drawn), (twin, drawn), (twin, {}), (model, {}),
+    ]  # fmt: skip
+    expected = [run(of, prompts, N, **options) for of, options in requests]
+    assert len({str(rows) for rows in expected}) == 6
+    without_checks(monkeypatch)
+    with PretendedGPU("early").patch(monkeypatch):
+        held = cache_for(model, "preallocated", 2, 9)
+        for (of, options), rows in zip(requests, expected):
+            # A step runs live, the next is captured, the others are replayed.
+            assert run(of, prompts, N, cache=held, cuda_graph=True, **options) == rows
+            assert len(held.graphs) == 1  # what belongs to other settings would stay for ever
+
+
+def test_kv_4_a_request_compiled_otherwise_captures_its_own_steps(monkeypatch):
+    """KV-4: the tokens are the same, so only the calls of the model tell."""
+    without_checks(monkeypatch)
+    with PretendedGPU("early").patch(monkeypatch):
+        stub = Stub()
+        held = cache_for(stub, "preallocated", 1, 9)
+        for compile, calls in ((False, 3), (True, 3), (True, 1), ("max-autotune", 3), (True, 3)):
+            stub.fed.clear()
+            run(stub, [[1, 2]], 8, cache=held, cuda_graph=True, compile=compile)
+            assert len(stub.fed) == calls  # the prompt, a live step, one that is captured
+
+
+@pytest.mark.parametrize("flags, ids", [([], [9707, 151643]), (["--chat"], [9707, 151645])])
+def test_eos_1_a_base_folder_stops_at_what_its_model_emits(flags, ids, tmp_path, monkeypatch, cli):
+    """EOS-1: config.json says 151643, the tokenizer 151645, which only a chat may end with."""
+    shutil.copytree(real_folder("qwen3"), tmp_path / "base", copy_function=os.symlink)
+    raw = config_json("qwen3", vocab_size=151936, eos_token_id=151643)
+    (tmp_path / "base/config.json").write_text(json.dumps(raw))
+    rows = [ids if flags else [9707, 151643], [9707, 151645, 9707, 151643]][: 1 + (not flags)]
+    monkeypatch.setattr(models, "load", lambda *args: Stub(rows, vocab_size=151936))
+    prompts = [text for row in rows for text in ("--prompt", "Hello")]
+    arguments = ("--model", tmp_path / "base", *prompts, "--max-new-tokens", 5, "--json")
+    status, out, err = cli(*arguments, *flags)
+    assert status == 0, err
+    result = json.loads(out)
+    assert result["new_ids"] == rows and set(result["finish"]) == {"stop"}
+    assert result["texts"] == ["Hello", "HelloHello"][: len(rows)]
+
+
+@pytest.mark.parametrize("kind, begin, hello", [("qwen3", 151643, 9707), ("gpt2", 50256, 15496)])
+def test_cli_1_an_empty_prompt_is_the_published_id(kind, begin, hello, tmp_path, monkeypatch, cli):
+    """CLI-1: "" and an empty standard input, beside a prompt that is not; a chat may be empty."""
+    shutil.copytree(real_folder(kind), tmp_path / "m", copy_function=os.symlink)
+    raw = config_json(kind, vocab_size=151936 if kind == "qwen3" else 50257)
+    (tmp_path / "m/config.json").write_text(json.dumps(raw))
+    stub = Stub(vocab_size=raw["vocab_size"], fill=hello)
+    monkeypatch.setattr(models, "load", lambda *args: stub)
+    arguments = ("--model", tmp_path / "m", "--json", "--max-new-tokens", 1, "--prompt")
+    status, out, err = cli(*arguments, "", "--prompt", "-", "--prompt", "Hello")
+    assert status == 0, err
+    assert json.loads(out)["prompt_ids"] == [[begin], [begin], [hello]]
+    if kind == "qwen3":
+        status, out, err = cli(*arguments, "", "--chat")
+        [ids] = json.loads(out)["prompt_ids"]
+        assert ids == [151644, 872, 198, 151645, 198, 151644, 77091, 198]
+
+
+@each_pipeline
+def test_eos_4_gpt2_ends_at_its_last_position(pipeline, small):
+    """EOS-4: 1000 prompt and 25 new tokens are all of 1024 positions; a step ahead has none."""
+    model, prompts = small("gpt2", n_positions=1024), random_prompts(33, (1000,))
+    for options in ({}, SAMPLED):
+        expected = greedy(model, prompts, 25, cache="growing", **options)
+        store = kvcache.PreallocatedCache(model, 1, 1024)
+        assert greedy(model, prompts, 25, cache=store, pipeline=pipeline, **options) == expected
+        assert store.length == 1024
+        for t in (t for kv in store.storage for t in kv):
+            assert t[:, :, 1023].any() and not t[:, :, 1024:].any()
+    call = lambda: generate(model, prompts, 26, pipeline=pipeline)  # noqa: E731
+    refused(call, "1000 prompt", "26 new", "1025 positions", "1024")
+
+
+def test_tok_1_rows_of_a_batch_do_not_share_bytes(folders, bpe, script, cli):
+    """TOK-1: the bytes of two characters come in turns; one stays unfinished."""
+    spelt = [[bpe.token_to_id(char) for char in row] for row in ("ðŁĺĬa", "æĹ¥a")]
+    assert [bpe.decode(row) for row in spelt] == ["😊a", "日a"]
+    script(*spelt, fill=bpe.token_to_id("ð"))
+    arguments = ("--model", folders["qwen3"], "--prompt", "x", "--prompt", "y")
+    status, out, err = cli(*arguments, "--max-new-tokens", 5)
+    assert (status, out) == (0, "[1]\n😊a\n[2]\n日a\ufffd\n"), err
+
+
+def test_tok_7_help_says_when_a_prompt_is_wrapped(cli):
+    status, out, err = cli("--help")
+    assert (status, err) == (0, "")
+    text = " ".join(out.split())
+    assert "--chat wrap the prompt in the model's chat template" in text
+    assert "A base model continues the prompt. --chat is for models trained to answer." in text
+
+
+@each_cache
+def test_cmp_1_max_autotune_compiles_as_seldom(cache, graphs, small):
+    """CMP-1: two graphs for all lengths, and none for a second, longer request."""
+    for lengths, n, drawn in (((5,), 33, {}), ((9,), 70, {"temperature": 0.7, "seed": 0})):
+        prompts, options = random_prompts(15, lengths), {"cache": cache} | drawn
+        new = greedy(small("qwen3"), prompts, n, compile="max-autotune", **options)
+        assert new == greedy(small("qwen3"), prompts, n, **options)
+        assert len(graphs) == 2
+
+
+@each_cache
+@each_arch
+def test_cli_7_the_longest_prompt_of_a_batch_counts(arch, cache, small):
+    """CLI-7: 2 and 5 prompt tokens and 4 new ones fill 8 positions, 5 new ones do not fit."""
+    limit = {"n_positions" if arch == "gpt2" else "max_position_embeddings": 8}
+    model, prompts = small(arch, **limit), random_prompts(35, (2, 5))
+    assert [len(ids) for ids in greedy(model, prompts, 4, cache=cache)] == [4, 4]
+    for rows in (prompts, prompts[::-1]):
+        refused(lambda: generate(model, rows, 5, cache=cache), "5 prompt", "9 positions", "has 8")
+        held = cache_for(model, cache, 2, 7)
+        refused(lambda: generate(model, rows, 4, cache=held), "8 positions", "cache has 7")
+
+
+def test_cli_7_old_files_call_the_limit_n_ctx(tmp_path):
+    raw = config_json("gpt2", n_positions=..., n_ctx=8)
+    assert read_config(tmp_path, raw).max_position_embeddings == 8
+    assert read_config(tmp_path, raw | {"n_positions": 9}).max_position_embeddings == 9
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_num_2_a_row_of_the_benchmark_computes_in_the_dtype_it_shows(dtype, folders):
+    """NUM-2: what was asked for, also where the processor is slow at it."""
+    for random_weights in (False, True):
+        row = job(model=str(folders["gpt2"]), dtype=dtype, random_weights=random_weights)
+        assert measure.prepare(row)[0].dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("top_p, kept", [(0.30015, 3002), (0.50005, 5001), (0.70025, 7003)])
+def test_cli_4_the_mass_of_many_tokens_is_summed_in_full_precision(top_p, kept):
+    """CLI-4: 10,000 equal scores; half precision does not tell 0.5 from 0.5001."""
+    p = gen.probabilities(torch.zeros(2, 10_000), 1.0, 0, top_p)
+    assert (p > 0).sum(dim=-1).tolist() == [kept, kept]
+    close(p[p > 0], torch.full((2 * kept,), 1 / kept), atol=1e-8)
+
+
+@pytest.mark.parametrize("value", [0.5, 0.25])
+def test_cfg_9_a_partly_rotated_head_is_refused(value, tmp_path):
+    """CFG-9: like a scaled rope, it would be read as something else in silence."""
+    raw = config_json("qwen3", partial_rotary_factor=value)
+    refused(lambda: read_config(tmp_path, raw), "partial_rotary_factor", str(value), "config.json")
+    raw["partial_rotary_factor"] = 1.0
+    assert read_config(tmp_path, raw) == read_config(tmp_path, config_json("qwen3"))
+
+
+def test_ben_1_rates_are_those_of_the_median_run(clock):
+    """Runs of 1, 2 and 6 s, half a second of each for the first of 20 tokens."""
+    totals = iter([9, 1, 2, 6])  # the warm-up first
+
+    def produce(new):
+        step = (next(totals) - 0.5) / 19 if new > 1 else 0
+        for i in range(new):
+            clock.now += step if i else 0.5
+            yield [7]
+
+    row = measure.measure(produce, job(), torch.device("cpu"))
+    assert row["end_to_end_tokens_per_s"] == pytest.approx(20 / 2)
+    assert row["decode_tokens_per_s"] == pytest.approx(19 / 1.5)
+    assert row["time_to_first_token_s"] == row["prefill_s"] == pytest.approx(0.5)
+
+
+def test_ben_2_the_read_rate_comes_from_the_same_clock(monkeypatch):
+    """BEN-1, BEN-2: the median of whole, awaited sums; the first one, which is slow, is not it."""
+    seconds, sums = iter([9, 1, 2, 2, 2, 2, 1]), []
+
+    def timed(produce, new, device):
+        sums.extend(produce(new))
+        return next(seconds), [0.0], [sums[-1]]
+
+    monkeypatch.setattr(measure, "timed", timed)
+    monkeypatch.setattr(torch, "ones", lambda n, device: torch.full((1000,), 1.0))
+    assert measure.describe({"device": "cpu"})["bandwidth"] == 4 * 1000 / 2
+    assert [x.item() for x in sums] == [1000] * 7
+
+
+def test_num_4_no_noise_makes_a_filtered_token_the_first(monkeypatch):
+    """NUM-4: the noise of all that is filtered is as small as it gets."""
+    stub = Stub(vocab_size=8, logits=torch.tensor([0.0, 2, 1, 3, 0, 0, 0, 0]))
+
+    def least(noise, generator):
+        return noise.fill_(1e-38).index_fill_(-1, torch.tensor([1, 3]), 80.0)
+
+    monkeypatch.setattr(torch.Tensor, "exponential_", least)
+    assert run(stub, [[0]], 3, temperature=1.0, top_k=2) == [[3, 3, 3]]
+    assert run(stub, [[0]], 3, temperature=1.0, top_p=0.7) == [[3, 3, 3]]
+
+
+def test_num_4_zero_is_a_seed(tiny):
+    """NUM-4: and so are the smallest and the largest."""
+    for seed in (0, -(2**63), 2**64 - 1):
+        draws = [run(tiny["gpt2"], [[1, 2]], 8, temperature=2.0, seed=seed) for _ in range(2)]
+        assert draws[0] == draws[1]
+
+
+class LateCopies(TorchFunctionMode):
+    """Collects calls that copy without waiting, whatever the device makes of that."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if (kwargs or {}).get("non_blocking") or (
+            name in ("copy_", "to") and any(arg is True for arg in args[1:])
+        ):
+            self.seen.append((name, *args))
+        return func(*args, **(kwargs or {}))
+
+
+def test_late_copies_are_seen():
+    x = torch.ones(2)
+    with LateCopies() as copies:
+        x.to("cpu", non_blocking=True), x.copy_(x, non_blocking=True), x.copy_(x, True), x.to("cpu")
+    assert [call[0] for call in copies.seen] == ["to", "copy_", "copy_"]
+
+
+@each_cache
+def test_str_4_nothing_is_copied_late_without_streams(cache, folders):
+    """STR-4: on mps the source of such a copy may be freed before it is read."""
+    with LateCopies() as copies:
+        model = load(str(folders["gpt2"]), "cpu", "float32")
+        for pipeline in MODES:
+            options = {"cache": cache, "pipeline": pipeline, "stop_ids": (500,)} | SAMPLED
+            assert len(run(model, [[1, 2], [3]], 4, **options)[0]) == 4
+    assert copies.seen == []
+
+
+@pytest.mark.parametrize("mode", ["event", "ping-pong"])
+def test_str_3_what_is_copied_late_is_kept(tiny, monkeypatch, mode):
+    """STR-3: all steps leave their result in one tensor, whose memory nobody gets meanwhile."""
+    with PretendedGPU("late").patch(monkeypatch), LateCopies() as copies:
+        run(tiny["gpt2"], [[1, 2], [3]], 6, pipeline=mode)
+    sources = {storage(source) for _, _, source, *_ in copies.seen}  # all alive, in `seen`
+    assert len(copies.seen) == 6 and len(sources) == 1
+
+
+@each_pipeline
+def test_str_5_replayed_steps_wait_for_their_event_only(pipeline, tiny, monkeypatch):
+    """STR-5: nothing on the host's side of a replay looks at the device."""
+    without_checks(monkeypatch)
+    options = {"pipeline": pipeline, "cuda_graph": True, "stop_ids": (500,)} | SAMPLED
+    with PretendedGPU("late").patch(monkeypatch) as gpu:
+        assert len(run(tiny["gpt2"], [[1, 2], [3]], 7, **options)[0]) == 7
+    assert gpu.waits[:7] == ["event"] * 7 and set(gpu.waits[7:]) == {"stream"}
+    assert [graph.replays for graph in gpu.graphs] == [5]
+
+
+class OnDevice:
+    """Two rows of numbers that say they are on a device of some kind, and nothing else."""
+
+    shape, dtype = (2, 1), torch.int64
+
+    def __init__(self, kind):
+        self.device, self.values = torch.device(kind), [[0], [0]]
+
+    def clone(self):
+        return torch.tensor(self.values)
+
+
+def refuse_backends(monkeypatch, *names):
+    """Whatever of these names in torch is called fails the test."""
+    for name in names:
+        holder, _, attribute = name.rpartition(".")
+        holder = getattr(torch, holder) if holder else torch
+
+        def refuse(*args, name=name, **kwargs):
+            raise AssertionError(f"torch.{name} was used")
+
+        monkeypatch.setattr(holder, attribute, refuse)
+
+
+OF_CUDA = [f"cuda.{x}" for x in ("Stream", "Event", "current_stream", "synchronize", "_lazy_init")]
+
+
+def test_cli_8_no_figure_of_a_cpu_run_is_asked_of_cuda(folders, cli, monkeypatch):
+    """CLI-8: nor of the benchmark; a build of torch without CUDA raises at each such call."""
+    figures = ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats")
+    more = ("memory_stats", "get_device_name", "get_device_properties", "mem_get_info")
+    refuse_backends(monkeypatch, *OF_CUDA, *(f"cuda.{name}" for name in figures + more))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = ("--model", folders["qwen3"], "--prompt", "x", "--max-new-tokens", 3)
+    status, out, err = cli(*arguments, "--json")
+    assert status == 0, err
+    assert json.loads(out)["stats"]["peak_memory_bytes"] > 2**20
+    row = measure.measure_row(job(model=str(folders["qwen3"]), new_tokens=3))
+    assert row["peak_rss_bytes"] > 2**20 and "peak_allocated_bytes" not in row
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["mps", "cpu"])
+def test_str_4_a_device_without_streams_needs_none(kind, mode, monkeypatch):
+    """STR-4: no stream, event or pinned memory; the results come in order all the same."""
+    refuse_backends(
+        monkeypatch, "Stream", "Event", "empty", "accelerator.current_stream", *OF_CUDA
+    )  # fmt: skip
+    result, seen, launched = OnDevice(kind), [], 0
+    assert not launchers.overlaps(result.device)
+    launcher = launchers.Launcher(result, mode, 5)
+
+    def step():
+        result.values = [[result.values[0][0] + 1], [0]]
+
+    for i in range(5):
+        while launched < min(i + 1 + launcher.ahead, 5):
+            launcher.launch(launched, step)
+            launched += 1
+        seen.append(launcher.wait(i))
+    launcher.finish()
+    assert seen == [[[n], [0]] for n in range(1, 6)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_str_4_xpu_is_driven_by_what_all_devices_share(mode, monkeypatch):
+    """STR-4: torch.Stream and torch.Event for that device, and nothing of CUDA's."""
+    asked = []
+
+    class Double:
+        def __init__(self, device=None):
+            asked.append(device)
+
+        __enter__ = record = wait_stream = synchronize = lambda self, *args: None
+        __exit__ = record
+
+    monkeypatch.setattr(torch, "Stream", Double)
+    monkeypatch.setattr(torch, "Event", Double)
+    monkeypatch.setattr(torch.accelerator, "current_stream", Double)
+    pinned = SimpleNamespace(copy_=lambda source, non_blocking: None, tolist=lambda: [[1], [0]])
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **kwargs: pinned)
+    xpu = [f"xpu.{name}" for name in ("Stream", "Event", "current_stream", "synchronize")]
+    refuse_backends(monkeypatch, *OF_CUDA, *xpu)
+    launcher = launchers.Launcher(OnDevice("xpu"), mode, 3)
+    for i in range(launcher.ahead + 1):
+        launcher.launch(i, lambda: None)
+    assert launcher.wait(0) == [[1], [0]]
+    launcher.finish()
+    assert len(asked) >= 2 and set(asked) == {torch.device("xpu")}
+
+
+@pytest.mark.parametrize("mode", ["event", "ping-pong"])
+@pytest.mark.parametrize("kind, overlaps", [("cpu", False), ("mps", False), ("xpu", True)])
+def test_str_4_a_row_says_that_nothing_overlaps(kind, overlaps, mode, monkeypatch):
+    stub = Stub(vocab_size=128)
+    stub.device = torch.device(kind)
+    monkeypatch.setattr(models, "load", lambda *args: stub)
+    *_, notes = measure.prepare(job(device=kind, pipeline=mode))
+    assert notes == ([] if overlaps else [f"{kind} has no streams: nothing overlaps"])
+
+
+def test_str_4_the_command_line_says_that_nothing_overlaps(folders, script, cli, monkeypatch):
+    monkeypatch.setattr(models, "choose_device", lambda name: torch.device("mps"))
+    script()
+    arguments = ("--model", folders["qwen3"], "--prompt", "x", "--max-new-tokens", 2)
+    status, _, err = cli(*arguments, "--pipeline", "event")
+    assert (status, err.splitlines()[0]) == (
+        0, "--pipeline event: mps has no streams, nothing overlaps"
+    )  # fmt: skip
+
+
+@needs_mps
+def test_str_4_short_lived_sources_on_mps():
+    for n in range(1000):
+        ids, _ = gen.left_pad([[n, n + 1, n + 2], [n]], torch.device("mps"))
+        junk = [torch.full((2, 3), -1) for _ in range(4)]  # takes over what was freed early
+        assert ids.tolist() == [[n, n + 1, n + 2], [0, 0, n]] and junk
+
+
+@needs_xpu
+@pytest.mark.parametrize("mode", MODES)
+def test_str_4_every_pipeline_on_xpu(folders, mode):
+    model = load(str(folders["qwen3"]), "xpu", "float32")
+    prompts = prompts_for(model, [3, 2])
+    assert run(model, prompts, 8, pipeline=mode, **SAMPLED) == run(model, prompts, 8, **SAMPLED)
+
+
+@needs_mps
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hd", [64, 128])
+@pytest.mark.parametrize("T, S", [(1, 38), (64, 38 + 64), (38, 38), (64, 64)])
+def test_num_6_attention_on_mps_equals_that_of_the_cpu(T, S, hd, dtype):
+    """NUM-6: transposed views, 38 keys, which no kernel has as its block."""
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, n, heads, hd, generator=rng).to(dtype)
+        for n, heads in ((T, 4), (S + 27, 2), (S + 27, 2))
+    )
+    pos, pad = torch.arange(S - T, S), torch.zeros(2, 1, dtype=torch.int64)
+    results = []
+    for device in ("cpu", "mps"):
+        # Longer keys, cut: those of a preallocated cache are views with gaps.
+        views = [t.to(device).transpose(1, 2) for t in (q, k, v)]
+        mask = None if T == S else models.visible(pos.to(device), pad.to(device), S)
+        y = models.attention(views[0], *(t[:, :, :S] for t in views[1:]), mask)
+        results.append(y.cpu().float())
+    close(results[1], results[0], atol=1e-4 if dtype == torch.float32 else 2e-2)
+
+
+def test_num_1_a_compiled_row_multiplies_in_full_precision():
+    """NUM-1: 2**-14 is left of two products that bf16 cannot tell apart."""
+    x = torch.tensor([[[1 + 2**-7, -1.0]]], dtype=torch.bfloat16)
+    weight = torch.tensor([[1 + 2**-7, 1 + 2**-6]] * 3, dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    row = torch.compile(models.linear, backend="eager", fullgraph=True)
+    for bias, right in ((None, 2**-14), (torch.ones(3, dtype=torch.bfloat16), 1.0)):
+        for linear in (row, models.linear):
+            y = linear(x, weight, bias)
+            assert y.dtype == torch.bfloat16 and y.tolist() == [[[right] * 3]]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "cache, compile", [*((cache, False) for cache in CACHES), ("preallocated", True)]
+)
+@each_arch
+def test_num_1_pipelining_changes_no_bit(arch, cache, compile, graphs, small, monkeypatch):
+    """NUM-1: the very same logits at every step, alone and in a batch."""
+    calls, choose = [], gen.choose
+
+    def recorded(logits, *args):
+        calls.append(logits.clone())
+        choose(logits, *args)
+
+    monkeypatch.setattr(gen, "choose", recorded)
+    for lengths in ((5,), (2, 6))[: 2 - compile]:
+        prompts, expected = random_prompts(34, lengths), None
+        for pipeline in MODES:
+            calls.clear()
+            greedy(small(arch), prompts, 6, cache=cache, compile=compile, pipeline=pipeline)
+            logits = torch.stack(calls)
+            expected = logits if expected is None else expected
+            assert len(calls) == 6 and torch.equal(logits, expected)
+
+
+# Used from test_all.py: config_json, random_tensors, write_folder, load_cpu, load_reference,
+# logits_of, forget_compiled, graphs, small, CACHES, ARCHS, MODES, new_ids, run, cut, Stub, Watched,
+# cli, folders, tiny, process, small_model, jobs, measured, run_bench, start_bench, strict_json.
+
+
+# --- every combination, of everything ---
+
+
+def random_request(rng):
+    """config.json and tensors of a small model, prompts, number of new tokens, sampling."""
+    arch, V, layers = rng.choice(ARCHS), rng.randint(20, 60), rng.randint(1, 2)
+    rows, new = rng.randint(1, 3), rng.randint(1, 12)
+    # A prompt near 64 makes the preallocated cache read a second block.
+    longest = rng.choice([1, 5, 12, 58, 64])
+    lengths = [longest, *(rng.randint(1, longest) for _ in range(rows - 1))]
+    positions = longest + new - 1 + rng.randint(0, 1)
+    shape = {"vocab_size": V, "tie_word_embeddings": rng.random() < 0.5}
+    if arch == "qwen3":
+        kv_heads, group, hd = rng.randint(1, 3), rng.randint(1, 5), 2 * rng.randint(2, 6)
+        shape |= {"num_attention_heads": kv_heads * group, "num_key_value_heads": kv_heads}
+        shape |= {"hidden_size": rng.randint(9, 30), "intermediate_size": rng.randint(9, 30)}
+        shape |= {"head_dim": hd, "rope_theta": rng.choice([100.0, 1e4, 1e6])}
+        shape |= {"num_hidden_layers": layers, "max_position_embeddings": positions}
+    else:
+        heads = rng.randint(1, 5)
+        shape |= {"n_head": heads, "n_embd": heads * rng.randint(5, 9), "n_layer": layers}
+        shape |= {"n_inner": rng.choice([None, 7, 24]), "n_positions": positions}
+    raw, sampling = config_json(arch, **shape), {}
+    if rng.random() < 0.5:
+        sampling = {"temperature": rng.choice([0.7, 1.5]), "top_k": rng.randint(0, 9)}
+        sampling |= {"top_p": rng.choice([1.0, 0.9, 0.5]), "seed": rng.randint(0, 99)}
+    prompts = [[rng.randrange(V) for _ in range(n)] for n in rng.sample(lengths, rows)]
+    return raw, random_tensors(raw, rng.randint(0, 99)), prompts, new, sampling
+
+
+def plain_tokens(next_logits, V, prompts, new, temperature=0, top_k=0, top_p=1.0, seed=0):
+    """The rule itself: everything is computed again for every token, one row after the other."""
+    rng = torch.Generator().manual_seed(seed)
+    rows = [list(prompt) for prompt in prompts]
+    for _ in range(new):
+        noise = torch.empty(len(rows), V).exponential_(generator=rng) if temperature else None
+        for row, ids in enumerate(rows):
+            scores = next_logits(ids)
+            if temperature:
+                p, order = (scores / temperature).softmax(dim=-1).sort(descending=True)
+                p[top_k or V :] = 0
+                p[p.cumsum(dim=-1) - p >= top_p * p.sum()] = 0
+                scores = torch.zeros(V).scatter(0, order, p) / noise[row]
+            ids.append(scores.argmax().item())
+    return [ids[-new:] for ids in rows]
+
+
+def test_num_1_any_request_gives_the_same_tokens_in_every_combination(graphs, tmp_path):
+    """Against transformers where it is installed, else against a plain loop over our own model.
+
+    Heads odd and shared, head_dim of its own, tied and not, prompts of unequal lengths, the last
+    position of the model; each with every cache and pipeline, eager and compiled, and stop ids.
+    """
+    hypothesis = pytest.importorskip("hypothesis", reason="hypothesis makes up the requests here")
+    fixed = {"derandomize": True, "database": None, "deadline": None, "max_examples": 14}
+    fixed["phases"] = [hypothesis.Phase.generate]  # to make a failure smaller would take minutes
+
+    @hypothesis.settings(suppress_health_check=[*hypothesis.HealthCheck], **fixed)
+    @hypothesis.given(hypothesis.strategies.randoms(use_true_random=True))
+    def check(rng):
+        raw, tensors, prompts, new, sampling = random_request(rng)
+        V = raw["vocab_size"]
+        folder = write_folder(tmp_path, raw, tensors)
+        model = load_cpu(folder)
+        next_logits = functools.partial(logits_of, model)
+        if importlib.util.find_spec("transformers"):
+            reference = load_reference(folder)
+            next_logits = lambda ids: reference(torch.tensor([ids])).logits[0, -1]  # noqa: E731
+        with torch.inference_mode():
+            free = plain_tokens(next_logits, V, prompts, new, **sampling)
+        stop_ids = rng.sample([*sum(free, []), 0], rng.randint(0, 2))
+        expected = [cut(row, stop_ids) for row in free]
+        steps = max(map(len, expected))
+        forget_compiled()
+        compiled = rng.choice([*CACHES])  # one of them: tracing takes nearly all of the time
+        for cache, mode, compile in itertools.product(CACHES, MODES, (False, True)):
+            if compile and cache != compiled:
+                continue
+            held = CACHES[cache](model, len(prompts), max(map(len, prompts)) + new - 1)
+            options = {"cache": held, "pipeline": mode, "compile": compile, "stop_ids": stop_ids}
+            what = (raw, prompts, sampling, options)
+            assert run(model, prompts, new, **options, **sampling) == expected, what
+            assert held.length == max(map(len, prompts)) + steps - 1, what
+
+    check()
+    assert graphs
+
+
+# --- caches ---
+
+
+CHANGES = [  # what differs, and how the message names it
+    ({"num_hidden_layers": 1}, "layers 1, the model has 2"),
+    ({"num_key_value_heads": 1}, "num_key_value_heads 1, the model has 2"),
+    ({"head_dim": 8}, "head_dim 8, the model has 16"),
+    ({"dtype": "bfloat16"}, "dtype torch.bfloat16, the model has torch.float32"),
+]
+
+
+@pytest.mark.parametrize("changes, words", CHANGES, ids=lambda value: str(value)[:24])
+@each_cache
+def test_kv_cache_of_another_model_is_refused_by_name(cache, changes, words, small):
+    """torch would say that some index is out of range, or nothing and convert."""
+    store = CACHES[cache](small("qwen3", **changes), 1, 9)
+    generate_with = functools.partial(generate, small("qwen3"), [[1, 2]], 2, cache=store)
+    refused(generate_with, f"the cache was made for {words}")
+    other = CACHES[cache](small("qwen3", num_attention_heads=2, vocab_size=50), 1, 9)
+    expected = greedy(small("qwen3"), [[1, 2]], 2)
+    assert greedy(small("qwen3"), [[1, 2]], 2, cache=other) == expected
+
+
+@each_pipeline
+@each_cache
+def test_kv_4_two_requests_at_once_on_one_cache(cache, pipeline, small):
+    """The first is told that it lost the cache, and its end does not touch the second."""
+    model, (a, b) = small("gpt2"), random_prompts(30, (7, 3))
+    expected = greedy(model, [b], 12)
+    store = CACHES[cache](model, 1, 40)
+    options = {"cache": store, "pipeline": pipeline}
+    if pipeline == "unchecked":  # is over with the first token it hands out
+        first = generate(model, [a], 1, **options)
+    else:
+        first = generate(model, [a], 20, **options)
+    next(first)
+    second = generate(model, [b], 12, **options)
+    new = [next(second)]
+    if pipeline != "unchecked":
+        with pytest.raises(RuntimeError, match="^another request has taken the cache: give each"):
+            list(first)
+    first.close()
+    assert [list(row) for row in zip(*new, *second)] == expected
+    assert store.length == 3 + 12 - 1
+
+    abandoned = generate(model, [a], 20, **options)
+    next(abandoned)
+    second = generate(model, [b], 12, **options)
+    new = [next(second)]
+    abandoned.close()
+    assert [list(row) for row in zip(*new, *second)] == expected
+    assert store.length == 3 + 12 - 1
+
+    abandoned = generate(model, [a], 20, **options)
+    next(abandoned)
+    with torch.inference_mode():  # driven by hand
+        ids = store.start(torch.tensor([b]), [0])[0]
+    abandoned.close()
+    assert store.length == ids.shape[1] == 3
+
+
+@each_cache
+def test_prompts_belong_to_the_caller(cache, small):
+    """Who appends each new id to the prompt, as in a chat, changes neither request nor cache."""
+    model, (prompt,) = small("qwen3"), random_prompts(31, (5,))
+    expected, ids, stop_ids = greedy(model, [prompt], 10), list(prompt), []
+    store = CACHES[cache](model, 1, 14)
+    steps = generate(model, [ids], 10, cache=store, stop_ids=stop_ids)
+    ids[0], stop_ids[:] = 0, [expected[0][3]]
+    for [id] in steps:
+        ids.append(id)
+    assert ids[5:] == expected[0]
+    assert store.length == 14
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"prompts": prompts} for prompts in ([1, 2], 3, "ab", ["ab"], [[1.5]], None)]
+    + [{"stop_ids": stop_ids} for stop_ids in (3, None, "a", (1.5,))], ids=str,
+)  # fmt: skip
+def test_prompts_and_stop_ids_that_are_no_ids(kwargs):
+    stub = Stub()
+    refused(lambda: generate(stub, **{"prompts": [[1]]} | kwargs), "prompts are lists of ids")
+    assert stub.fed == []
+
+
+def test_prompts_of_any_integers(small):
+    """Tuples, a generator, one-element tensors: whatever counts as an index."""
+    model = small("qwen3")
+    expected = greedy(model, [[1, 2], [3]], 4)
+    prompts = (row for row in ((1, torch.tensor(2)), torch.tensor([3])))
+    assert greedy(model, prompts, 4, stop_ids=iter([])) == expected
+    refused(lambda: generate(model, [[1]], runners_up=-1), "runners_up must be 0 or more, not -1")
+
+
+def test_a_thousand_requests_leave_nothing_behind(graphs, small):
+    """Every cache, pipeline, compilation and way to draw in turn, and cache objects used again.
+
+    Live tensors and compiled graphs are the same after the second round as after the sixth;
+    a request that kept a kilobyte would show in the resident size.
+    """
+    models_of = [small(arch, vocab_size=64) for arch in ARCHS]
+    held = {
+        (model.config.model_type, cache, rows): CACHES[cache](model, rows, 40)
+        for model, cache, rows in itertools.product(models_of, CACHES, (1, 3))
+    }
+    prompts = {1: random_prompts(32, (6,), 64), 3: random_prompts(33, (4, 9, 1), 64)}
+    drawn = [{}, {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "seed": 3}]
+    combinations = [*itertools.product(models_of, CACHES, (1, 3), MODES, (False, True), drawn)]
+    left, requests = [], 0
+    for _ in range(6):
+        for n, (model, cache, rows, mode, compile, sampling) in enumerate(combinations):
+            if n % 2:
+                cache = held[model.config.model_type, cache, rows]
+            options = {"cache": cache, "pipeline": mode, "compile": compile, "stop_ids": [63]}
+            steps = generate(model, prompts[rows], 3, **options, **sampling)
+            next(steps) if n % 5 == 0 else list(steps)  # every fifth consumer leaves early
+            requests += 1
+            del steps
+        gc.collect()
+        tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+        left.append((tensors, len(graphs), resident_bytes()))
+    assert requests > 1000
+    (tensors, compiled, resident), (tensors_then, compiled_then, resident_then) = left[1], left[-1]
+    assert (tensors_then, compiled_then) == (tensors, compiled)
+    assert resident_then - resident < 4 * 2**20, left
+
+
+def resident_bytes():
+    """Linux only; elsewhere 0, which never grows."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") if statm.exists() else 0
+
+
+# --- the command line, interrupted, and with streams that fail ---
+
+
+posix = pytest.mark.skipif(os.name == "nt", reason="signals and devices of POSIX")
+full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+
+
+def test_ctrl_c_keeps_what_a_batch_has_written(folders, bpe, script, cli, monkeypatch):
+    def interrupt(n):
+        if n == 3:
+            raise KeyboardInterrupt
+
+    stub = Watched(script(ids_of(bpe, "abcd"), ids_of(bpe, "efgh")), before=interrupt)
+    monkeypatch.setattr(models, "load", lambda *args: stub)
+    arguments = ("--model", folders["qwen3"], "--prompt", "x", "--prompt", "y")
+    assert cli(*arguments) == (130, "[1]\nabc\n[2]\nefg\n", "\n")
+    stub.calls = 0
+    assert cli(*arguments, "--json") == (130, "", "\n")  # half an object is of no use
+
+
+INTERRUPTED = """
+import atexit, os, runpy, signal, sys, time
+import generate, model
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def again():  # a second Ctrl-C, while Python and torch come to their end
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.2)
+
+atexit.register(again)
+call, calls = model.Model.__call__, []
+
+def counted(*args):
+    calls.append(0)
+    if len(calls) == {n}:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    return call(*args)
+
+model.Model.__call__ = counted
+sys.argv[0] = generate.__file__
+runpy.run_path(generate.__file__, run_name="__main__")
+"""
+
+
+@posix
+@pytest.mark.parametrize("n, text", [(1, "\n"), (4, " upon a time\n")], ids=["prefill", "decode"])
+def test_process_interrupted_twice(n, text):
+    """In a step, and once more at the end: text kept, status 130, no traceback."""
+    arguments = ("--prompt", "Once", "--device", "cpu", "--dtype", "float32")
+    status, out, err = process(*arguments, code=INTERRUPTED.replace("{n}", str(n)))
+    assert (status, out.decode(), err) == (130, text, b"\n")
+
+
+def fake_compiler(tmp_path, monkeypatch, script):
+    """A C++ compiler that says its version and then does what the shell script says."""
+    path = tmp_path / "c++"
+    path.write_text(
+        f'#!/bin/sh\ncase "$*" in *--version*) echo g++ 13.0; exit 0;; esac\n{script}\n'
+    )
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    return path
+
+
+@posix
+def test_process_interrupted_while_compiling(tmp_path, monkeypatch):
+    """As in a terminal: Ctrl-C reaches the compiler and all processes of torch."""
+    fake_compiler(tmp_path, monkeypatch, "kill -INT 0; sleep 60")
+    arguments = ("--prompt", "Once", "--device", "cpu", "--dtype", "float32", "--compile")
+    restore = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    kwargs = dict(start_new_session=True, preexec_fn=restore)
+    assert process(*arguments, **kwargs) == (130, b" upon\n", b"\n")
+
+
+@posix
+@pytest.mark.parametrize(
+    "script, complaint",
+    [
+        ("exit 1", ""),
+        ('case "$*" in *"-E "*) while [ "$1" != -o ]; do shift; done; echo > "$2"; exit;; esac\n'
+         "echo 'c++: error: bad option -std=c++20' >&2; exit 1",
+         "c++: error: bad option -std=c++20"),
+    ],
+    ids=["broken", "old"],
+)  # fmt: skip
+def test_a_compiler_that_fails_is_one_line(script, complaint, tmp_path, monkeypatch):
+    path = fake_compiler(tmp_path, monkeypatch, script)
+    arguments = ("--prompt", "Once", "--device", "cpu", "--dtype", "float32", "--compile")
+    status, out, err = process(*arguments)
+    assert (status, out) == (2, b" upon\n"), err
+    assert err.startswith(f"error: --compile failed ({complaint}".encode())
+    assert err.endswith(f"): check the compiler, {path}, or drop --compile\n".encode())
+    assert err.count(b"\n") == 1
+
+
+def shell(command, *arguments, **env):
+    """Exit status, stdout and stderr of generate.py with streams as the shell leaves them."""
+    words = [sys.executable, gen.__file__, "--device", "cpu", "--dtype", "float32", *arguments]
+    command = " ".join(map(shlex.quote, words)) + f" {command}"
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | env
+    done = subprocess.run(["sh", "-c", command], env=env, capture_output=True, timeout=300)
+    return done.returncode, done.stdout, done.stderr
+
+
+ONCE = ("--prompt", "Once", "--max-new-tokens", "3")
+
+
+@posix
+@pytest.mark.parametrize(
+    "command, expected",
+    [
+        (">&-", (0, b"", "statistics")),
+        ("2>&-", (0, b" upon a time\n", "")),
+        (">&- 2>&-", (0, b"", "")),
+        pytest.param(">/dev/full", (2, b"", "No space left on device: 'standard output'"),
+                     marks=full_disk),
+        pytest.param("2>/dev/full", (0, b" upon a time\n", ""), marks=full_disk),
+    ],
+)  # fmt: skip
+def test_process_with_streams_that_are_closed_or_full(command, expected):
+    status, out, err = shell(command, *ONCE)
+    assert (status, out) == expected[:2], err
+    if expected[2] == "statistics":
+        assert re.fullmatch(rb"\[tiny-qwen3, cpu, [^\n]*\n", err)
+    else:
+        assert err.decode().removeprefix("error: [Errno 28] ").strip() == expected[2]
+
+
+@posix
+def test_process_notices_never_go_to_stdout():
+    """With stderr closed, print(file=sys.stderr) would spoil the JSON."""
+    flags = (*ONCE, "--json", "--pipeline", "event")
+    status, out, err = shell("2>&-", *flags)
+    assert status == 0 and json.loads(out)["texts"] == [" upon a time"] and out.count(b"\n") == 1
+    assert shell("2>&-", *flags, "--top-k", "-1") == (2, b"", b"")
+    if Path("/dev/full").exists():
+        assert shell(">/dev/full", *flags)[0] == 2
+    message = b"error: --prompt - reads standard input, which is closed\n"
+    assert shell("<&-", "--prompt", "-") == (2, b"", message)
+
+
+@posix
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "ascii:strict"])
+def test_process_whose_terminal_cannot_show_the_text(folders, bpe, encoding):
+    flags = ("--model", folders["qwen3"], "--prompt", "x", "--max-new-tokens", 40, "--ignore-eos")
+    flags = tuple(map(str, flags))
+    status, whole, _ = shell("", *flags, PYTHONIOENCODING="utf-8")
+    text = whole.decode()
+    assert status == 0 and any(ord(char) > 255 for char in text)
+    status, out, err = shell("", *flags, PYTHONIOENCODING=encoding)
+    assert (status, out) == (0, text.encode(encoding.split(":")[0], "replace")), err
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_peak_memory_is_not_that_of_the_parent(folders):
+    """A process starts with its parent's figure, which here is a gigabyte."""
+    code = (
+        "import subprocess, sys, torch\n"
+        "x = torch.ones(2**28)\n"
+        "code = 'import generate, torch; print(generate.peak_memory(torch.device(\"cpu\")))'\n"
+        "subprocess.run([sys.executable, '-c', code])"
+    )
+    status, out, err = process(code=code)
+    assert status == 0 and 2**26 < int(out) < 2**30, err
+
+
+def test_load_s_is_no_time_of_the_user(folders, as_json, monkeypatch):
+    """Who types the prompt for a while has not loaded a model meanwhile."""
+    now, ticks = [], itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: 100 * len(now) + next(ticks))
+    monkeypatch.setattr(gen, "time", clock)
+    monkeypatch.setattr(gen, "read_stdin", lambda: now.append(0) or "x")
+    flags = ("--model", folders["qwen3"], "--prompt", "-", "--max-new-tokens", 1)
+    assert as_json(*flags)["stats"]["load_s"] == 1 and now
+
+
+# --- the benchmark, interrupted, and with files that fail ---
+
+
+BENCH_FLAGS = (
+    "--random-weights", "--device", "cpu", "--cache", "growing", "preallocated", "--compile", "off",
+    "--pipeline", "off", "--cuda-graph", "off",
+)  # fmt: skip
+
+
+@full_disk
+@pytest.mark.parametrize(
+    "flag, message",
+    [
+        ("--json", "cannot write /dev/full: No space left on device"),
+        ("--markdown", "cannot write /dev/full: No space left on device"),
+        ("--trace", "cannot write /dev/full: No space left on device"),
+        ("--plot", "--plot /dev/full: the name must end in .png, .pdf or .svg"),
+    ],
+)
+def test_bench_full_disk_is_noticed_before_the_run(flag, message, jobs, small_model, monkeypatch):
+    monkeypatch.setattr(bench, "find_spec", lambda name: True)
+    result = run_bench("--model", small_model, *BENCH_FLAGS, flag, "/dev/full")
+    assert result == (2, "", f"error: {message}\n") and jobs.seen == []
+    assert not Path("/dev/full").is_file() and not Path("/dev/full.part").exists()
+
+
+def test_bench_disk_that_fills_up_costs_no_row(jobs, tmp_path, small_model, monkeypatch):
+    """The file keeps the rows of the last time that there was room; the run goes on."""
+    path, real_open, room = tmp_path / "a.json", open, [2]  # for one row
+
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def open_until_full(name, mode="r", **kwargs):
+        if "w" in mode:
+            room[0] -= 1
+        if "w" in mode and room[0] < 1:
+            real_open(name, mode).close()
+            return Full()
+        return real_open(name, mode, **kwargs)
+
+    monkeypatch.setattr("builtins.open", open_until_full)
+    status, out, err = run_bench("--model", small_model, *BENCH_FLAGS, "--json", path)
+    monkeypatch.undo()
+    assert status == 2 and len(jobs.seen) == 2
+    assert [row["cache"] for row in strict_json(path)["rows"]] == ["growing"]
+    assert out.count("| growing ") == out.count("| preallocated ") == 1
+    assert err.splitlines()[-1] == f"error: cannot write {path}: No space left on device"
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["a.json"]
+
+
+@posix
+def test_bench_result_through_a_link_and_into_a_pipe(jobs, tmp_path, small_model):
+    """The file that a link names is replaced, not the link; a pipe cannot be replaced."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "a.json").symlink_to(tmp_path / "real" / "b.json")
+    status, *_ = run_bench("--model", small_model, *BENCH_FLAGS, "--json", tmp_path / "a.json")
+    assert status == 0 and (tmp_path / "a.json").is_symlink()
+    assert len(strict_json(tmp_path / "real" / "b.json")["rows"]) == 2
+    reader, writer = os.pipe()
+    status, *_ = run_bench("--model", small_model, *BENCH_FLAGS, "--markdown", f"/dev/fd/{writer}")
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        assert status == 0 and "| preallocated " in pipe.read()
+
+
+@pytest.mark.parametrize("error, expected", [(BrokenPipeError(), 0), (OSError(28, "full"), 2)])
+def test_bench_table_that_cannot_be_written_is_in_the_files(
+    error, expected, jobs, tmp_path, small_model, monkeypatch
+):
+    """Of the row that stdout did not take, too; a reader that has gone is no error."""
+    path, out, err = tmp_path / "a.json", open(os.devnull, "w"), io.StringIO()
+
+    def write(text):
+        raise error
+
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=write, fileno=out.fileno))
+    monkeypatch.setattr(sys, "stderr", err)
+    arguments = ("--model", small_model, *BENCH_FLAGS, "--json", path)
+    assert bench.main([*map(str, arguments)]) == expected
+    assert [row["cache"] for row in strict_json(path)["rows"]] == ["growing"]
+    assert ("error: [Errno 28] full: 'standard output'" in err.getvalue()) == (expected == 2)
+    out.close()
+
+
+def test_bench_trace_that_fails_is_an_error(tmp_path, small_model, monkeypatch):
+    """After everything else has been written."""
+    pytest.importorskip("matplotlib")
+
+    def in_process(task, job):
+        failed = {"status": "failed", "reason": "OSError: no room"}
+        return failed if task is measure.trace else measured()
+
+    monkeypatch.setattr(bench, "in_process", in_process)
+    paths = [tmp_path / name for name in ("a.png", "t.json")]
+    flags = ("--plot", paths[0], "--trace", paths[1])
+    status, _, err = run_bench("--model", small_model, *BENCH_FLAGS, *flags)
+    last = "error: no profile of growing, off, off, off: OSError: no room"
+    assert (status, err.splitlines()[-1]) == (2, last)
+    assert paths[0].stat().st_size > 5000
+    flags = ("--pipeline", "unchecked", "--trace", paths[1])
+    status, _, err = run_bench("--model", small_model, *BENCH_FLAGS[:-4], *flags)
+    assert (status, err.splitlines()[-1]) == (
+        2, "error: --trace: no row that could be profiled was measured"
+    )  # fmt: skip
+
+
+def test_bench_trace_of_a_single_token(tmp_path, small_model):
+    """Its request has no step to profile; one of two tokens has."""
+    path = tmp_path / "t.json"
+    kwargs = dict(model=small_model, new_tokens=1, trace=str(path))
+    assert measure.trace(job(**kwargs)) == {"steps": [0, 1]}
+    names = {event.get("name") for event in json.loads(path.read_text("utf-8"))["traceEvents"]}
+    assert {"step", "forward"} <= names
+
+
+TASKS = """
+import multiprocessing, sys, time
+if "importing" in sys.argv and multiprocessing.parent_process():
+    print("here", flush=True)
+    time.sleep(600)
+
+def sleeps(job):
+    print("here", flush=True)
+    time.sleep(600)
+"""
+RUN_TASK = """
+import sys
+import bench, tasks
+if __name__ == "__main__":
+    try:
+        bench.in_process(tasks.sleeps, {})
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+@posix
+@pytest.mark.parametrize(
+    "what, where",
+    [("killed", "measuring"), ("interrupted", "measuring"), ("interrupted", "importing")],
+)
+def test_bench_process_ends_with_its_parent(what, where, tmp_path):
+    """Whatever happens to the parent, and without a word: both hold the same stdout."""
+    for name, text in (("tasks", TASKS), ("run", RUN_TASK)):
+        (tmp_path / f"{name}.py").write_text(text)
+    path = os.pathsep.join([str(BENCH.parent), str(tmp_path)])
+    parent = subprocess.Popen(
+        [sys.executable, str(tmp_path / "run.py"), where], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert parent.stdout.readline() == "here\n"
+    if what == "killed":
+        parent.kill()
+    else:
+        os.killpg(parent.pid, signal.SIGINT)
+    _, err = parent.communicate(timeout=300)  # less than the sleep
+    assert (parent.returncode, err) == (-9 if what == "killed" else 130, "")
+
+
+@posix
+@pytest.mark.parametrize("program", [gen, bench], ids=["generate", "bench"])
+def test_help_that_nobody_reads(program, capsys, monkeypatch):
+    """argparse itself swallows the error, and Python ends with another."""
+    out = open(os.devnull, "w")
+    for error, expected in ((BrokenPipeError(), 0), (OSError(28, "full"), 2)):
+
+        def write(text, error=error):
+            raise error
+
+        monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=write, fileno=out.fileno))
+        assert program.main(["--help"]) == expected
+        message = "error: [Errno 28] full: 'standard output'\n" if expected else ""
+        assert capsys.readouterr().err == message
+    out.close()
+
+
+def test_kv_3_driven_by_hand_past_the_end(small):
+    """KV-3: the block that holds the last slot has room for more, which nothing would notice."""
+    cache = kvcache.PreallocatedCache(small("qwen3"), 1, 5)
+    with torch.inference_mode():
+        cache.start(torch.tensor([[1, 2, 3, 4]]), [0])
+        cache.reserve()
+        refused(cache.reserve, "the cache is full: it has room for 5 tokens")
+    assert cache.length == 5
+
+
+def test_bench_that_does_not_start_keeps_the_former_results(jobs, tmp_path, small_model):
+    path = tmp_path / "a.json"
+    path.write_text("{}")
+    argv = ("--model", small_model, *BENCH_FLAGS, "--json", path, "--markdown", tmp_path)
+    status, _, err = run_bench(*argv)
+    assert (status, err) == (2, f"error: cannot write {tmp_path}: Is a directory\n")
+    assert path.read_text() == "{}"

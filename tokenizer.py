@@ -6,7 +6,10 @@ a character does: an emoji may be three tokens, none of which is text by itself.
 
 import codecs
 import json
+import math
 import re
+import sys
+from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 
@@ -30,13 +33,11 @@ class Tokenizer:
 
     def __init__(self, name_or_folder):
         self._name = name_or_folder
-        path = find_file(name_or_folder, "tokenizer.json")
+        self._path = path = find_file(name_or_folder, "tokenizer.json")
         if path is None:
             raise FileNotFoundError(f"{name_or_folder} has no tokenizer.json")
-        try:
+        with blamed_on(path):
             self._tk = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more specific
-            raise ValueError(f"{path} is not a valid tokenizer: {error}") from None
         if not isinstance(self._tk.decoder, ByteLevel):
             raise ValueError(f"{path} is not a byte-level tokenizer, as GPT-2 and Qwen3 have")
         self._tk.no_truncation()  # training settings that some files carry along
@@ -51,9 +52,10 @@ class Tokenizer:
 
         self._config = settings(name_or_folder, "tokenizer_config.json")
         self._named = {  # bos_token, eos_token and so on: the text, or a dict that holds it
-            key: value.get("content") or "" if isinstance(value, dict) else value
+            key: text
             for key, value in self._config.items()
-            if key.endswith("_token") and isinstance(value, (str, dict))
+            if key.endswith("_token")
+            and isinstance(text := value.get("content") if isinstance(value, dict) else value, str)
         }
         self.end_of_turn = self._tk.token_to_id(self._named.get("eos_token", ""))
         config = settings(name_or_folder, "config.json")
@@ -61,8 +63,11 @@ class Tokenizer:
         # The first source that has one, no union: base and chat models share a tokenizer file.
         stop = self._settings.get("eos_token_id", self.end_of_turn)
         self.stop_ids = () if stop is None else tuple(stop) if isinstance(stop, list) else (stop,)
-        if not all(isinstance(id, int) for id in self.stop_ids):
-            raise ValueError(f"{name_or_folder}: eos_token_id {stop!r} is no id and no list of ids")
+        bos = self._settings.get("bos_token_id", 0)
+        if not all(type(id) is int and 0 <= id < 2**31 for id in (bos, *self.stop_ids)):
+            raise ValueError(
+                f"{name_or_folder}: eos_token_id {stop!r:.80} or bos_token_id {bos!r:.80} is no id"
+            )
 
     @property
     def bos_id(self):
@@ -133,26 +138,36 @@ class Tokenizer:
         def raise_exception(message):
             raise jinja2.TemplateError(message)
 
-        path = find_file(self._name, "chat_template.jinja")
-        template = path.read_text("utf-8") if path else self._config.get("chat_template")
-        if isinstance(template, list):
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        if not template:
-            raise ValueError(f"{self._name} has no chat template: leave out --chat")
+        def multiply(context, operator, left, right):
+            # The sandbox limits loops over a range, but a single product can fill the memory.
+            sizes = (len(v) if hasattr(v, "__len__") else v for v in (left, right))
+            if operator == "**" or math.prod(sizes) > 10**7:
+                raise_exception(f"the result of {operator} is too large")
+            return left * right
+
         # Templates are written for these settings, which are those of transformers.
         env = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        env.intercepted_binops, env.call_binop = frozenset({"*", "**"}), multiply
         env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         env.globals.update(raise_exception=raise_exception, strftime_now=datetime.now().strftime)
         values = dict(self._named, messages=messages, tools=None, documents=None)
+        # Off is what adds something to the prompt: an empty block of thoughts.
         values.update(add_generation_prompt=True, enable_thinking=think)
+        path = find_file(self._name, "chat_template.jinja")
         try:
-            return env.from_string(template).render(values)
+            template = path.read_text("utf-8") if path else self._config.get("chat_template")
+            if isinstance(template, list):
+                template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            if template:
+                return limited(lambda: env.from_string(template).render(values))
         except Exception as error:  # a template is a program and may fail in any way
             raise ValueError(f"chat template: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{self._name} has no chat template: leave out --chat")
 
     def _encode(self, text, parse_special):
-        self._tk.encode_special_tokens = not parse_special  # "encode" is the library's "as text"
-        return self._tk.encode(text, add_special_tokens=False).ids
+        self._tk.encode_special_tokens = not parse_special  # its flag says: as plain text
+        with blamed_on(self._path):
+            return self._tk.encode(text, add_special_tokens=False).ids
 
     def _bytes(self, id):
         token = self._tk.id_to_token(id) or ""
@@ -196,6 +211,35 @@ def byte_of_char():
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     left = sorted(set(range(256)) - set(map(ord, alphabet)))
     return {char: ord(char) if ord(char) < 256 else left[ord(char) - 256] for char in alphabet}
+
+
+def limited(function, steps=10**7):
+    """function(), or TimeoutError once so many lines of Python have run: some seconds."""
+
+    def count(frame, event, arg):
+        nonlocal steps
+        steps -= 1
+        if steps < 0:
+            raise TimeoutError("it does not come to an end")
+        return count
+
+    trace = sys.gettrace()
+    sys.settrace(count)
+    try:
+        return function()
+    finally:
+        sys.settrace(trace)
+
+
+@contextmanager
+def blamed_on(path):
+    """Whatever the tokenizers library raises is a ValueError that names its file."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a panic of its Rust code is no Exception
+        raise ValueError(f"{path} is not a valid tokenizer: {error}") from None
 
 
 def check_unicode(text):

@@ -1,12 +1,15 @@
 """Decoding on a CPU against other implementations, alternating in one run.
 
     python results/cpu_peers.py [--rounds 5] [--only NAME ...]
+    python results/cpu_peers.py --eager [--rounds 5]
 
 Every implementation runs in a process of its own, with random weights of the Qwen3-0.6B shapes in
 bfloat16 (the speed does not depend on their values), batch 1, 32 prompt tokens, 64 new ones. The
 processes take turns: each round asks all of them, and the memory's read bandwidth, once. Ratios
 are taken within a round and their median is printed, as such machines are noisy. `warm-up` is
-the first request of a new process with an empty compiler cache, after loading.
+the first request of a new process with an empty compiler cache, after loading. (What torch keeps
+elsewhere is not emptied: a precompiled C++ header, 4 s once a machine, needed by all compilers.)
+`--eager` compares with transformers where nothing is compiled, in several cases.
 
 Beside this project: transformers; reasoning-from-scratch, if PEER_RFS names a checkout of it;
 llama.cpp, if PEER_LLAMA_PYTHON names a Python that has llama-cpp-python and gguf.
@@ -23,7 +26,13 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-P, N = 32, 64
+CASES = {  # batch, prompt tokens, new tokens, with a cache
+    "decoding": (1, 32, 64, True),
+    "batch of 8": (8, 32, 64, True),
+    "no cache": (1, 32, 16, False),
+    "prefill of 512": (1, 512, 1, True),
+}
+B, P, N, CACHED = CASES[sys.argv[3] if sys.argv[1:2] == ["worker"] else "decoding"]
 BYTES = 596_049_920 * 2 + 28 * (P + N // 2) * 8 * 128 * 2 * 2  # weights, and K/V half-way
 PEERS = ["read", "ours", "ours-eager", "transformers-dynamic", "transformers-static",
          "transformers-compiled", "rfs", "rfs-compiled", "llama.cpp"]  # fmt: skip
@@ -34,8 +43,11 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=PEERS, default=PEERS)
+    parser.add_argument("--eager", action="store_true")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
+    if args.eager:
+        return eager(args.rounds)
     workers, warm_up, cache = {}, {}, tempfile.mkdtemp()
     for name in args.only:
         if (name.startswith("rfs") and "PEER_RFS" not in os.environ) or (
@@ -70,12 +82,27 @@ def main():
         Path(args.json).write_text(json.dumps({"warm_up_s": warm_up, "rates": rates}, indent=1))
 
 
-def start(name, cache):
+def eager(rounds):
+    """Both without compiling: rates of each case, and their ratio."""
+    for case in CASES:
+        ours, peer = (start(name, "", case) for name in ("ours-eager", "transformers-dynamic"))
+        rates = [(ask(ours)["rate"], ask(peer)["rate"]) for _ in range(rounds + 1)][1:]
+        ours.kill(), peer.kill()
+        ratio = statistics.median(a / b for a, b in rates)
+        ours, peer = (statistics.median(column) for column in zip(*rates))
+        print(f"{case:16} steps/s: ours {ours:6.2f}, transformers {peer:6.2f}, ratio {ratio:.2f}")
+
+
+def start(name, cache, case="decoding"):
     python = os.environ["PEER_LLAMA_PYTHON"] if name == "llama.cpp" else sys.executable
     folder = cache if name.startswith("ours") else f"{cache}/{name}"  # ours: once cold, once warm
     env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder)
+    # glibc keeps freed memory once a block of some size was freed, as loading may or may not do;
+    # a prefill is 8 % faster then. The same for all.
+    env |= {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**27)}
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    return subprocess.Popen([python, __file__, "worker", name], env=env, text=True, **pipes)
+    command = [python, __file__, "worker", name, case]
+    return subprocess.Popen(command, env=env, text=True, **pipes)
 
 
 def ask(worker):
@@ -84,12 +111,12 @@ def ask(worker):
     worker.stdin.flush()
     while not (line := worker.stdout.readline()).startswith("{"):
         if not line:
-            raise RuntimeError(f"{worker.args[-1]} stopped")
+            raise RuntimeError(f"{worker.args[-2]} stopped")
     return json.loads(line)
 
 
 def work(name):
-    """A worker: one request per line of input; a request returns the times of its tokens."""
+    """A worker: one request per line of input; a request returns its rate."""
     request = REQUESTS[name.split("-")[0].split(".")[0]](name)
     for _ in sys.stdin:
         start = time.perf_counter()
@@ -97,7 +124,9 @@ def work(name):
         print(json.dumps({"rate": rate, "seconds": time.perf_counter() - start}), flush=True)
 
 
-def decode_rate(times):
+def decode_rate(start, times):
+    """Steps per second, without the prefill unless that is all there is."""
+    times = [start, *times] if len(times) == 1 else times
     return (len(times) - 1) / (times[-1] - times[0])
 
 
@@ -123,8 +152,13 @@ def ours(name):
     from model import load
 
     model = load("qwen3-0.6b", "cpu", "bfloat16", random_weights=True)
-    step = dict(compile=name == "ours")
-    return lambda: decode_rate([time.perf_counter() for _ in generate(model, [PROMPT], N, **step)])
+    options = dict(compile=name == "ours", cache="preallocated" if CACHED else "none")
+
+    def request():
+        steps = generate(model, [PROMPT] * B, N, **options)
+        return decode_rate(time.perf_counter(), [time.perf_counter() for _ in steps])
+
+    return request
 
 
 def transformers(name):
@@ -151,6 +185,7 @@ def transformers(name):
     inv_freq = 1 / c.rope_theta ** (torch.arange(0, c.head_dim, 2).float() / c.head_dim)
     peer.model.rotary_emb.inv_freq = inv_freq
     options = dict(max_new_tokens=N, min_new_tokens=N, do_sample=False, pad_token_id=0)
+    options["use_cache"] = CACHED
     if name != "transformers-dynamic":
         options["cache_implementation"] = "static"
     if name == "transformers-static":
@@ -169,14 +204,14 @@ def transformers(name):
         def end(self):
             pass
 
-    ids = torch.tensor([PROMPT])
+    ids = torch.tensor([PROMPT] * B)
 
     def request():
         clock = Clock()
         clock.times = []
         with torch.inference_mode():
             peer.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **options)
-        return decode_rate(clock.times[1:])  # the first put is the prompt
+        return decode_rate(*clock.times[:1], clock.times[1:])  # the first put is the prompt
 
     return request
 
@@ -201,7 +236,7 @@ def rfs(name):
             ids = run(ids, cache=cache)[:, -1].argmax(dim=-1, keepdim=True)
             ids.item()
             times.append(time.perf_counter())
-        return decode_rate(times)
+        return decode_rate(None, times)
 
     return request
 
@@ -222,7 +257,7 @@ def llama(name):
             logits = llama_cpp.llama_get_logits_ith(model._ctx.ctx, -1)
             ids = [max_index(logits, 151_936)]
             times.append(time.perf_counter())
-        return decode_rate(times)
+        return decode_rate(None, times)
 
     return request
 
