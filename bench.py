@@ -368,9 +368,10 @@ def save(path, text):
         if whole:
             os.replace(part, real)
     except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror}") from error
+    finally:  # also after Ctrl-C
         if whole and os.path.exists(part):
             os.unlink(part)
-        raise OSError(f"cannot write {path}: {error.strerror}") from error
 
 
 def trace(args, rows):

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -106,9 +107,11 @@ def decode(
     def prefill():
         buffers.result.zero_()
         ids, pad = left_pad(prompts, model.device)
+        if earlier := getattr(cache, "request", None):  # its steps may still be in flight
+            earlier.finish()
         logits = model(*cache.start(ids, pad), cache)  # never compiled: it runs once
         choose(logits, buffers, sampling)
-        cache.request = rng  # unique to this request
+        cache.request = launcher
 
     def step():
         with record_function("forward"):
@@ -123,7 +126,7 @@ def decode(
             buffers.noise.exponential_(generator=rng)
         if i == 0:
             return prefill()
-        if cache.request is not rng:
+        if cache.request is not launcher:
             raise RuntimeError("another request has taken the cache: give each one of its own")
         cache.reserve(doubling=cuda_graph)
         if cuda_graph:  # how many slots are read is part of what was captured
@@ -150,7 +153,7 @@ def decode(
                 break
     finally:  # also when the consumer closes the generator, or a step raised
         launcher.finish()
-        if seen and cache.request is rng:
+        if seen and cache.request is launcher:
             cache.crop(max(map(len, prompts)) + seen - 1)  # as many were fed; forget what ran ahead
 
 
@@ -292,7 +295,7 @@ def main(argv=None):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         # A compiler's complaint and want of memory are the user's; other RuntimeErrors are ours.
-        known = by_compiler(error) or "memory" in str(error)
+        known = by_compiler(error) or re.search("out of memory|allocate memory", str(error))
         if isinstance(error, RuntimeError) and not known:
             raise
         notice(f"error: {one_line(error) or 'out of memory'}")
@@ -423,6 +426,7 @@ def consume(steps, tokenizer, stop_ids, args):
     streaming = rows == 1 and not args.json and not args.show_tokens
     new_ids, pieces, times = [[] for _ in range(rows)], [[] for _ in range(rows)], []
     streams = [tokenizer.stream() for _ in range(rows)]
+    stopped = None
     try:
         for entries in steps:
             times.append(time.perf_counter())
@@ -436,15 +440,18 @@ def consume(steps, tokenizer, stop_ids, args):
                     pieces[row].append(streams[row].put(id))
                     if streaming:
                         write(pieces[row][-1])
-    finally:  # after Ctrl-C, too: what there is by then
-        for row, stream in enumerate(streams):
-            pieces[row].append(stream.end())
-        texts = ["".join(parts) for parts in pieces]
-        if streaming:
-            write(pieces[0][-1] + "\n")
-        elif not args.json and not args.show_tokens:
-            for number, text in enumerate(texts, 1):
-                write(f"[{number}]\n{text}\n")
+    except KeyboardInterrupt as error:  # first show what there is
+        stopped = error
+    for row, stream in enumerate(streams):
+        pieces[row].append(stream.end())
+    texts = ["".join(parts) for parts in pieces]
+    if streaming:
+        write(pieces[0][-1] + "\n")
+    elif not args.json and not args.show_tokens:
+        for number, text in enumerate(texts, 1):
+            write(f"[{number}]\n{text}\n")
+    if stopped:
+        raise stopped
     return new_ids, texts, times
 
 
@@ -473,11 +480,11 @@ def check_compiler(device):
     # This logger warns of a missing GPU wherever there is a CUDA toolkit without one. We know.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if device.type == "cpu":
-        from torch._inductor import cpp_builder, exc
+        from torch._inductor import cpp_builder
 
         try:
             cpp_builder.get_cpp_compiler()
-        except exc.InvalidCxxCompiler as error:
+        except RuntimeError as error:  # exc.InvalidCxxCompiler, in older versions a plain one
             raise ValueError(
                 "--compile needs a C++ compiler (g++ or clang++): none found"
             ) from error

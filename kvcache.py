@@ -199,6 +199,6 @@ def begin(cache, ids, pad):
         raise ValueError(f"the cache has room for {cache.capacity} tokens, the prompt has {T}")
     cache.pad = torch.tensor(pad, device=ids.device)[:, None]  # (B,1)
     cache.padded = any(pad)  # for the host, which must not ask the device
-    cache.request = None  # `generate` marks it as its own, to notice another request
+    cache.request = None  # `generate` puts its launcher here, to notice another request
     cache.length = cache.slots = T
     return torch.arange(T, device=ids.device)

@@ -286,12 +286,13 @@ def compiled(function, mode, device_type):
     # third of its time, and there is none.
     collects = gc.isenabled()
     gc.disable()
-    import torch._inductor.compile_fx
-
-    if collects:
-        gc.enable()
+    try:
+        import torch._inductor.compile_fx
+    finally:
+        if collects:
+            gc.enable()
     # One graph per cache, dtype and kind of batch that a process uses; the default limit is 8.
-    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     options = torch._inductor.list_mode_options(mode) if isinstance(mode, str) else {}
     if device_type == "cpu":  # a second less to wait: no compiling to test the compiler, and no
         # search for patterns of operators that have a faster kernel, as the blocks have none
@@ -587,6 +588,8 @@ def read_config(name):
 
 def parse_config(raw):
     """Config from the keys of a config.json; what is not implemented is refused by name."""
+
+    raw = {key: value for key, value in raw.items() if value is not None}
 
     def size(*keys, below=2**31):  # of layers below 1000: a list of 2**31 would fill the memory
         value = next((raw[k] for k in keys if raw.get(k) is not None), None)
