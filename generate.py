@@ -440,7 +440,9 @@ def consume(steps, tokenizer, stop_ids, args):
                     pieces[row].append(streams[row].put(id))
                     if streaming:
                         write(pieces[row][-1])
-    except KeyboardInterrupt as error:  # first show what there is
+    except BaseException as error:  # Ctrl-C, a compiler that fails: first show what there is
+        if not times:
+            raise
         stopped = error
     for row, stream in enumerate(streams):
         pieces[row].append(stream.end())

