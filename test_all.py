@@ -7633,6 +7633,7 @@ def test_readme_is_short_and_its_links_lead_somewhere():
 def test_readme_line_counts():
     """Within a tenth: the table is for planning an hour of reading."""
     rows = re.findall(r"(?m)^\| (\[\w+\.py\].*?) \| ([\d,]+) \|", README)
+    rows = [row for row in rows if "half" not in row[0]]
     assert len(rows) >= 5
     for names, stated in rows:
         files = re.findall(r"\((\w+\.py|tiny/train\.py)\)", names)
