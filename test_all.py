@@ -3892,6 +3892,7 @@ def test_process_is_quiet_when_its_reader_goes_away(folders):
 def test_process_ends_with_130_on_ctrl_c(folders):
     code = (
         "import os, signal, sys, time, generate, model\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background has none
         "def load(*args):\n"
         f"    os.kill(os.getpid(), {int(signal.SIGINT)})\n"
         "    time.sleep(60)\n"
@@ -5810,7 +5811,6 @@ CONFIGS = [  # (kind, changes to config.json, words of the error)
     ("gpt2", {"layer_norm_epsilon": INF}, "layer_norm_epsilon = inf"),
     ("gpt2", {"layer_norm_epsilon": True}, "layer_norm_epsilon = True"),
     ("qwen3", {"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'"),
-    ("gpt2", {"tie_word_embeddings": None}, "tie_word_embeddings = None"),
     ("gpt2", {"n_inner": 0}, "n_inner = 0"),
     ("gpt2", {"n_head": -2}, "n_head = -2"),
     ("gpt2", {"n_layer": 1000}, "n_layer = 1000"),
@@ -7216,7 +7216,7 @@ runpy.run_path(generate.__file__, run_name="__main__")
 
 
 @posix
-@pytest.mark.parametrize("n, text", [(1, "\n"), (4, " upon a time\n")], ids=["prefill", "decode"])
+@pytest.mark.parametrize("n, text", [(1, ""), (4, " upon a time\n")], ids=["prefill", "decode"])
 def test_process_interrupted_twice(n, text):
     """In a step, and once more at the end: text kept, status 130, no traceback."""
     arguments = ("--prompt", "Once", "--device", "cpu", "--dtype", "float32")
