@@ -3892,7 +3892,7 @@ def test_process_is_quiet_when_its_reader_goes_away(folders):
 def test_process_ends_with_130_on_ctrl_c(folders):
     code = (
         "import os, signal, sys, time, generate, model\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background has none
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
         "def load(*args):\n"
         f"    os.kill(os.getpid(), {int(signal.SIGINT)})\n"
         "    time.sleep(60)\n"
