@@ -107,8 +107,6 @@ def decode(
     def prefill():
         buffers.result.zero_()
         ids, pad = left_pad(prompts, model.device)
-        if earlier := getattr(cache, "request", None):  # its steps may still be in flight
-            earlier.finish()
         logits = model(*cache.start(ids, pad), cache)  # never compiled: it runs once
         choose(logits, buffers, sampling)
         cache.request = launcher
@@ -134,6 +132,8 @@ def decode(
         else:
             step()
 
+    if earlier := getattr(cache, "request", None):  # its steps may still be in flight
+        earlier.finish()
     launcher = Launcher(buffers.result, pipeline, max_new_tokens)
     launched, stopped, seen = 0, [0] * len(prompts), 0
     try:
