@@ -564,14 +564,14 @@ def read_tensor(path, key):
 
 
 def read_json(path):
-    """The JSON object in a file; a broken one is a ValueError that names it."""
+    """The JSON object in a file, without nulls; a broken one is a ValueError that names it."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a valid JSON object: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} is not a valid JSON object: it holds a {type(value).__name__}")
-    return value
+    return {key: item for key, item in value.items() if item is not None}
 
 
 def read_config(name):
@@ -589,10 +589,8 @@ def read_config(name):
 def parse_config(raw):
     """Config from the keys of a config.json; what is not implemented is refused by name."""
 
-    raw = {key: value for key, value in raw.items() if value is not None}
-
     def size(*keys, below=2**31):  # of layers below 1000: a list of 2**31 would fill the memory
-        value = next((raw[k] for k in keys if raw.get(k) is not None), None)
+        value = next((raw[k] for k in keys if k in raw), None)
         if type(value) is not int or not 0 < value < below:
             raise ValueError(f"{keys[0]} = {value!r:.80} is no whole number from 1 to {below - 1}")
         return value

@@ -95,20 +95,26 @@ def reference(name):
     return transformers.AutoTokenizer.from_pretrained(real_folder(name))
 
 
-@pytest.fixture(scope="module")
-def tiny_file(tmp_path_factory):
-    """tokenizer.json of a byte-level BPE: 256 bytes, some merges, 3 special and 3 added tokens."""
+def byte_level_bpe(text, vocab_size, special_tokens):
+    """A byte-level BPE: 256 bytes, the special tokens, and merges until vocab_size."""
     tk = tokenizers.Tokenizer(tokenizers.models.BPE())
     tk.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tk.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=330,
-        special_tokens=SPECIAL,
+        vocab_size=vocab_size,
+        special_tokens=special_tokens,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
+    tk.train_from_iterator([text] * 20, trainer)
+    return tk
+
+
+@pytest.fixture(scope="module")
+def tiny_file(tmp_path_factory):
+    """tokenizer.json of a byte-level BPE: 256 bytes, some merges, 3 special and 3 added tokens."""
     words = "the cat sat on the mat 😀 😂 the end, naïve café 日本語 日本 안녕 안녕하세요 a b c"
-    tk.train_from_iterator([words] * 20, trainer)
+    tk = byte_level_bpe(words, 330, SPECIAL)
     tk.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in [*THINK, "<日本>"]])
     path = tmp_path_factory.mktemp("tiny") / "tokenizer.json"
     tk.save(str(path))
@@ -2315,16 +2321,8 @@ def config_keys(kind, V):
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
     """{kind: model folder} with random weights and a byte-level BPE of 300 tokens or so."""
-    tk = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tk.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tk.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=[EOT, TURN, TURN_END],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tk.train_from_iterator(["Hello world, once upon a time 日本語 日本 end"] * 20, trainer)
+    text = "Hello world, once upon a time 日本語 日本 end"
+    tk = byte_level_bpe(text, 300, [EOT, TURN, TURN_END])
     paths = {}
     for kind in KINDS:
         path = paths[kind] = tmp_path_factory.mktemp(kind)

@@ -252,4 +252,4 @@ def check_unicode(text):
 def settings(name_or_folder, filename):
     """A model's JSON file as a dict without nulls, {} without a file; ValueError if broken."""
     path = find_file(name_or_folder, filename)
-    return {k: v for k, v in (read_json(path) if path else {}).items() if v is not None}
+    return read_json(path) if path else {}
