@@ -15,6 +15,7 @@ import json
 import math
 import re
 import sys
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -106,11 +107,12 @@ class Model:
         """
         if ids.shape[1] == 0:
             raise ValueError(f"no ids to feed: ids has the shape {tuple(ids.shape)}")
-        x = self.hidden(ids, pos, cache, compile)
-        # A copy, as the strides of a slice would tell the compiler what T was.
-        x = x[:, -1:].clone(memory_format=torch.contiguous_format)  # (B,1,D)
-        run_head = compiled(head, compile, x.device.type) if compile else head
-        return run_head(x, self.norm, self.lm_head, self.config)[:, 0]
+        with no_garbage_collection() if compile else nullcontext():
+            x = self.hidden(ids, pos, cache, compile)
+            # A copy, as the strides of a slice would tell the compiler what T was.
+            x = x[:, -1:].clone(memory_format=torch.contiguous_format)  # (B,1,D)
+            run_head = compiled(head, compile, x.device.type) if compile else head
+            return run_head(x, self.norm, self.lm_head, self.config)[:, 0]
 
     def hidden(self, ids, pos, cache, compile=False):
         """ids (B,T), pos (T,) -> activations (B,T,D) after the last block, before the head."""
@@ -285,6 +287,18 @@ def linear(x, weight, bias=None):
     return F.linear(x, weight, bias)
 
 
+@contextmanager
+def no_garbage_collection():
+    """The compiler makes millions of objects; to look for garbage among them takes long."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 @functools.cache
 def compiled(function, mode, device_type):
     """torch.compile of a block or head: compiled once, called for every layer and request.
@@ -292,15 +306,8 @@ def compiled(function, mode, device_type):
     That needs weights, keys and values to come in as arguments, as nothing about them is then
     guarded but shape and dtype; it takes a fifth of the time of compiling the whole step.
     """
-    # The compiler's import makes a million objects; looking for garbage among them would take a
-    # third of its time, and there is none.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        import torch._inductor.compile_fx
-    finally:
-        if collects:
-            gc.enable()
+    import torch._inductor.compile_fx
+
     # One graph per cache, dtype and kind of batch that a process uses; the default limit is 8.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     options = torch._inductor.list_mode_options(mode) if isinstance(mode, str) else {}

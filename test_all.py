@@ -2071,7 +2071,8 @@ def test_num_5_only_the_last_position_counts(cache, tmp_path):
     assert logits.argmax().item() == 3
     assert greedy(model, prompts, 1, cache=cache) == [[3]]
     with_vocabulary = [shape for shape in shapes.seen if shape and shape[-1] == 101]
-    assert with_vocabulary and all(shape.numel() == 101 for shape in with_vocabulary)
+    # A single row in float32 goes through its product twice (see `linear`); five do not.
+    assert with_vocabulary and all(shape.numel() <= 2 * 101 for shape in with_vocabulary)
 
 
 DTYPE_CASES = [  # config.json, file, asked for, processor has bf16 -> dtype, notice
