@@ -193,8 +193,8 @@ def check_request(args):
         needed, limit = prompt + new - 1, config.max_position_embeddings  # the last is never fed
         if needed > limit:
             raise ValueError(f"{prompt} + {new} tokens need {needed} positions, there are {limit}")
-    dtypes, kinds = {}, ("cuda", "mps", "xpu", "cpu")
-    for name in args.device or [kind for kind in kinds if getattr(torch, kind).is_available()]:
+    dtypes = {}
+    for name in args.device or models.present_devices():
         device = models.choose_device(name)
         if device.type == "meta":
             raise ValueError("device 'meta' holds shapes only: nothing can run there")

@@ -68,12 +68,11 @@ def generate(
         prompts, stop_ids = [[*map(index, ids)] for ids in prompts], tuple(map(index, stop_ids))
     except TypeError as error:
         raise ValueError(f"prompts are lists of ids, stop_ids is one list ({error})") from error
-    check(
+    needed = check(
         model.config, model.device, prompts, max_new_tokens, cache, compile, cuda_graph, pipeline,
         temperature, top_k, top_p, seed, runners_up,
     )  # fmt: skip
     if isinstance(cache, str):
-        needed = max(map(len, prompts)) + max(max_new_tokens, 1) - 1
         cache = CACHES[cache](model, len(prompts), needed)
     for what, value in kvcache.layout(model).items():
         if value != (made := cache.layout[what]):
@@ -195,11 +194,11 @@ def probabilities(logits, temperature, top_k, top_p):
     p = (logits / max(temperature, 1e-30)).softmax(dim=-1)  # 1e-40 would give inf, then NaN
     if top_k or top_p < 1:
         k = min(top_k or p.shape[-1], p.shape[-1])
-        best, index = p.topk(k, dim=-1)  # descending
+        best, ids = p.topk(k, dim=-1)  # descending
         if top_p < 1:
             mass_before = best.cumsum(dim=-1) - best
             best[:, 1:] *= mass_before[:, 1:] < top_p * best.sum(dim=-1, keepdim=True)
-        p = torch.zeros_like(p).scatter_(-1, index, best)
+        p = torch.zeros_like(p).scatter_(-1, ids, best)
         p /= p.sum(dim=-1, keepdim=True)
     return p
 
@@ -207,10 +206,10 @@ def probabilities(logits, temperature, top_k, top_p):
 def with_runners_up(ids, logits, n):
     """ids [int], logits (B,V) -> [(id, p, [(id, p) of the n best others])]."""
     p = logits.softmax(dim=-1)
-    best, index = p.topk(min(n + 1, p.shape[-1]), dim=-1)
+    best, best_ids = p.topk(min(n + 1, p.shape[-1]), dim=-1)
     entries = []
-    for row, (id, best_p, best_ids) in enumerate(zip(ids, best.tolist(), index.tolist())):
-        others = [(other, q) for other, q in zip(best_ids, best_p) if other != id][:n]
+    for row, (id, qs, others) in enumerate(zip(ids, best.tolist(), best_ids.tolist())):
+        others = [(other, q) for other, q in zip(others, qs) if other != id][:n]
         entries.append((id, p[row, id].item(), others))
     return entries
 
@@ -227,7 +226,7 @@ def check(
     config, device, prompts, max_new_tokens, cache, compile, cuda_graph, pipeline,
     temperature, top_k, top_p, seed, runners_up,
 ):  # fmt: skip
-    """Raises ValueError with a line that names the numbers and the way out."""
+    """How many positions a request needs; ValueError with the numbers and the way out."""
     if not prompts or not all(prompts):
         raise ValueError("no prompt, or an empty one: each needs at least one id")
     for id in (id for prompt in prompts for id in prompt):
@@ -278,6 +277,7 @@ def check(
         raise ValueError(f"runners_up must be 0 or more, not {runners_up}")
     if runners_up and pipeline != "off":
         raise ValueError("showing tokens needs the logits of every step: use --pipeline off")
+    return needed
 
 
 # ---------------------------------------------------------------------------------------------
@@ -548,20 +548,20 @@ def print_prompt_tokens(prompts, tokenizer):
     for number, ids in enumerate(prompts, 1):
         write("prompt\n" if len(prompts) == 1 else f"prompt [{number}]\n")
         for id in ids:
-            write(f"{id:>8}  {pad(quoted(tokenizer, id), 90).rstrip()}\n")
+            write(f"{id:>8}  {fit(quoted(tokenizer, id), 90).rstrip()}\n")
 
 
 def print_new_tokens(step, entries, tokenizer):
     """One line a row: the step, the chosen id and piece with its probability, four others."""
     if step == 1:
-        write(f"\n    step      id  {pad('chosen', 14)}     p   runners-up\n")
+        write(f"\n    step      id  {fit('chosen', 14)}     p   runners-up\n")
     for row, entry in enumerate(entries, 1):
         if entry is None:
             continue
         id, p, others = entry
         label = str(step) if len(entries) == 1 else f"[{row}]{step}"
-        best = "  ".join(f"{pad(quoted(tokenizer, i), 9)}{q:4.0%}" for i, q in others)
-        write(f"{label:>8}{id:>8}  {pad(quoted(tokenizer, id), 14)}{p:6.1%}   {best}\n")
+        best = "  ".join(f"{fit(quoted(tokenizer, i), 9)}{q:4.0%}" for i, q in others)
+        write(f"{label:>8}{id:>8}  {fit(quoted(tokenizer, id), 14)}{p:6.1%}   {best}\n")
 
 
 def quoted(tokenizer, id):
@@ -569,7 +569,7 @@ def quoted(tokenizer, id):
     return json.dumps(tokenizer.piece(id), ensure_ascii=False)
 
 
-def pad(text, width):
+def fit(text, width):
     """`text` cut or filled to `width` columns of a terminal, where some characters take two."""
 
     def columns(text):

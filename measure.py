@@ -155,15 +155,7 @@ def peer(job, model, prompts):
     """`produce` of transformers: its model with our weights, its loop, all steps at the end."""
     import transformers
 
-    transformers.logging.set_verbosity_error()
-    c, ids = model.config, torch.tensor(prompts, device=model.device)
-    fields = vars(c) | {"rms_norm_eps": c.eps, "layer_norm_epsilon": c.eps}
-    if c.rope_theta:
-        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": c.rope_theta}
-    config = transformers.AutoConfig.for_model(**fields, n_inner=c.intermediate_size)
-    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
-    theirs.load_state_dict(models.checkpoint(model) | {"lm_head.weight": model.lm_head})
-    theirs.to(model.device, model.dtype)
+    theirs, ids = transformers_model(model), torch.tensor(prompts, device=model.device)
     options = {"eos_token_id": job["stop_ids"], "pad_token_id": 0, "do_sample": False}
     if job["cache"].endswith("static"):
         options |= {"cache_implementation": "static", "disable_compile": job["compile"] == "off"}
@@ -177,6 +169,22 @@ def peer(job, model, prompts):
         return out[:, ids.shape[1] :].T.tolist()
 
     return produce
+
+
+def transformers_model(model):
+    """The model of transformers with the weights of ours. (Its names are those of Config.)"""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    c = model.config
+    fields = vars(c) | {"rms_norm_eps": c.eps, "layer_norm_epsilon": c.eps}
+    if c.rope_theta:
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": c.rope_theta}
+    config = transformers.AutoConfig.for_model(**fields, n_inner=c.intermediate_size)
+    # A dtype here, as `.to(dtype)` would round the frequencies of the rotary embedding as well.
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
+    theirs.load_state_dict(models.checkpoint(model) | {"lm_head.weight": model.lm_head})
+    return theirs.to(model.device)
 
 
 def measure(produce, job, device, cache=None):

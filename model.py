@@ -15,7 +15,7 @@ import json
 import math
 import re
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -142,7 +142,7 @@ def qwen3_block(x, w, kv, update, pos, mask, rope, c):
     w: weights of this layer; kv: its [k, v], which `update`, the cache's, extends; pos (T,): slots;
     mask as in `attention`; rope: (cos, sin); c: Config. All arguments, as `compiled` explains.
     """
-    B, T, D = x.shape
+    B, T, _ = x.shape
     H, KV = c.num_attention_heads, c.num_key_value_heads
 
     h = rms_norm(x, w.input_layernorm, c.eps)
@@ -222,7 +222,7 @@ def attention(q, k, v, mask):
     """
     B, H, T, hd = q.shape
     KV = k.shape[1]
-    if mask is None:
+    if mask is None:  # a prompt, once a request: copies made for enable_gqa do not matter
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=H != KV)
     # The H / KV query heads that share a key head become rows of one product: `enable_gqa`
     # would copy K and V for each of them, or fall back to a slow kernel.
@@ -322,8 +322,8 @@ def mark_lengths_dynamic(x, pos, mask, rope, kv):
 
     Of the first layer only: that is where a graph is made, and all other layers use it.
     """
-    lengths = [(mask, 3), *((t, 2) for t in kv or ())]  # S
-    if x.shape[1] > 1:  # T
+    lengths = [(mask, 3), *((t, 2) for t in kv or ())]  # tensor, axis of S
+    if x.shape[1] > 1:  # and of T
         lengths += [(x, 1), (pos, 0), (mask, 2), *((t, 2) for t in rope or ())]
     for tensor, axis in lengths:
         if tensor is not None:
@@ -338,7 +338,7 @@ HUB = {  # built-in name: repository
     **{f"qwen3-{n}b-base": f"Qwen/Qwen3-{n}B-Base" for n in ("0.6", "1.7", "4", "8", "14")},
     **{f"gpt2{n}": f"openai-community/gpt2{n}" for n in ("", "-medium", "-large", "-xl")},
 }
-TINY = {"tiny-qwen3": "qwen3", "tiny-gpt2": "gpt2"}  # trained models that come with the clone
+TINY = {"tiny-qwen3": "qwen3", "tiny-gpt2": "gpt2"}  # built-in name: folder in tiny/
 
 # hidden_size, intermediate_size, layers, heads, key/value heads, tied head
 QWEN3_SIZES = {
@@ -397,7 +397,7 @@ def layout(c):
     Several entries are stacked along the output axis. GPT-2 stores its projections as (in, out);
     `transposed` says which. The order is that of loading: the largest first.
     """
-    D, I, hd = c.hidden_size, c.intermediate_size, c.head_dim  # noqa: E741
+    D, inner, hd = c.hidden_size, c.intermediate_size, c.head_dim
     if c.model_type == "qwen3":
         q, kv = c.num_attention_heads * hd, c.num_key_value_heads * hd
         names = {"embed_tokens": [("embed_tokens.weight", (c.vocab_size, D))]}
@@ -410,15 +410,15 @@ def layout(c):
             "k_norm": [("self_attn.k_norm.weight", (hd,))],
             "o_proj": [("self_attn.o_proj.weight", (D, q))],
             "post_attention_layernorm": [("post_attention_layernorm.weight", (D,))],
-            "gate_up_proj": [(f"mlp.{x}_proj.weight", (I, D)) for x in ("gate", "up")],
-            "down_proj": [("mlp.down_proj.weight", (D, I))],
+            "gate_up_proj": [(f"mlp.{x}_proj.weight", (inner, D)) for x in ("gate", "up")],
+            "down_proj": [("mlp.down_proj.weight", (D, inner))],
         }
     else:
         names = {"embed_tokens": [("wte.weight", (c.vocab_size, D))]}
         names["embed_positions"] = [("wpe.weight", (c.max_position_embeddings, D))]
         last = {"norm": [("ln_f.weight", (D,))], "norm_bias": [("ln_f.bias", (D,))]}
         shapes = {"ln_1": (D,), "ln_2": (D,), "attn.c_attn": (D, 3 * D), "attn.c_proj": (D, D)}
-        shapes |= {"mlp.c_fc": (D, I), "mlp.c_proj": (I, D)}
+        shapes |= {"mlp.c_fc": (D, inner), "mlp.c_proj": (inner, D)}
         layer = {}
         for name, shape in shapes.items():
             ours = name.replace(".", "_")
@@ -438,11 +438,22 @@ def transposed(checkpoint_name):
     return re.search(r"\.c_(attn|proj|fc)\.weight$", checkpoint_name) is not None
 
 
+def as_stored(pieces, whole):
+    """(checkpoint name, view of `whole` in the orientation of the file) for each entry."""
+    for part, (name, _) in zip(whole.split(out_rows(pieces)), pieces):
+        yield name, part.T if transposed(name) else part
+
+
+def out_rows(pieces):
+    """Output rows of each entry in the parameter that stacks them."""
+    return [shape[-1] if transposed(name) else shape[0] for name, shape in pieces]
+
+
 def empty_parameter(pieces, dtype, device):
-    """Uninitialised storage, (out, in), for one entry of `layout`."""
-    shape = pieces[0][1][::-1] if transposed(pieces[0][0]) else pieces[0][1]
-    rows = sum(s[0] for _, s in pieces) if len(pieces) > 1 else shape[0]
-    return torch.empty(rows, *shape[1:], dtype=dtype, device=device)
+    """Uninitialised storage, (out, in) or (out,), for one parameter of `layout`."""
+    name, shape = pieces[0]
+    inputs = shape[:1] if transposed(name) else shape[1:]
+    return torch.empty(sum(out_rows(pieces)), *inputs, dtype=dtype, device=device)
 
 
 def random_values(config, dtype, device):
@@ -467,77 +478,93 @@ def checkpoint(model):
     prefix = "model." if model.config.model_type == "qwen3" else "transformer."
     tensors = {}
     for ours, pieces in layout(model.config).items():
-        whole = values[ours].detach()
-        for part, (name, _) in zip(whole.split(split_sizes(pieces, whole)), pieces):
+        for name, part in as_stored(pieces, values[ours].detach()):
             name = name if name == "lm_head.weight" else prefix + name
-            tensors[name] = (part.T if transposed(name) else part).contiguous()
+            tensors[name] = part.contiguous()
     return tensors
 
 
 def find_weights(name, config):
     """{checkpoint name: (file, key in it)}, checked against `layout` by the headers alone.
 
-    (Of a tied head that is stored twice, both copies are read and compared.)
-    One model.safetensors, or else the shards that model.safetensors.index.json names. Raises
-    ValueError or FileNotFoundError for a file, key or shape that is missing, wrong or unknown.
+    (Of a tied head that is stored twice, both copies are read and compared.) Raises ValueError or
+    FileNotFoundError for a file, key or shape that is missing, wrong or unknown.
     """
-    single = find_file(name, "model.safetensors")
-    index = None if single else find_file(name, "model.safetensors.index.json")
-    if not single and not index:
-        raise FileNotFoundError(
-            f"{name} has no model.safetensors and no index of shards; other formats are not read"
-        )
-    weight_map = read_json(index).get("weight_map") if index else {}
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"{index}: weight_map is not a map of keys to file names")
-    for shard in weight_map.values():  # before any is downloaded or opened
-        if not re.fullmatch(r"[^/\\:]+\.safetensors", str(shard)):
-            raise ValueError(f"{index}: {shard!r:.80} is no safetensors file of this folder")
-    held = {}  # (file, key): shape and dtype
-    for shard in sorted(set(weight_map.values())) if index else ["model.safetensors"]:
-        path = find_file(name, shard)
-        if path is None:
-            raise FileNotFoundError(f"{index} names {shard!r}, which is missing; download it again")
-        with open_safetensors(path) as file:
-            headers = {key: file.get_slice(key) for key in file.keys()}
-        held |= {(path, k): (tuple(h.get_shape()), h.get_dtype()) for k, h in headers.items()}
-        listed = {key for key, s in weight_map.items() if s == shard}
-        if index and (wrong := listed ^ headers.keys()):
-            raise ValueError(f"{index} and {path.name} disagree about {min(wrong)}")
-
-    expected = dict(piece for pieces in layout(config).values() for piece in pieces)
+    headers, listing = read_headers(name)
     found = {}
-    for path, key in sorted(held):
+    for path, key in sorted(headers):
         short = re.sub(r"^(model|transformer)\.", "", key)
         if re.search(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$", short):
             continue  # buffers of old exports, not c_attn.bias: the mask, the rotary frequencies
         if short in found:
             raise ValueError(f"{path}: {key} is there twice")
         found[short] = (path, key)
-    copy = config.tie_word_embeddings and "lm_head.weight" in found
+    expected = dict(piece for pieces in layout(config).values() for piece in pieces)
     embed = layout(config)["embed_tokens"][0][0]
-    if copy:
+    second_head = config.tie_word_embeddings and "lm_head.weight" in found
+    if second_head:
         expected["lm_head.weight"] = expected[embed]
     for short in sorted(found.keys() | expected.keys()):
         if short not in found:
-            raise ValueError(f"{single or index}: no {short}")
+            raise ValueError(f"{listing}: no {short}")
         path, key = found[short]
         if short not in expected:
             raise ValueError(f"{path}: unknown key {key!r:.100}")
-        shape, dtype = held[path, key]
+        shape, dtype = headers[path, key]
         if shape != expected[short]:
             raise ValueError(
                 f"{path}: {key} has the shape {shape}, config.json says {expected[short]}"
             )
         if dtype not in ("F32", "BF16", "F16"):
             raise ValueError(f"{path}: {key} has the dtype {dtype}, not a float")
-    if copy:
+    if second_head:
         path, key = found.pop("lm_head.weight")
         if not torch.equal(read_tensor(path, key), read_tensor(*found[embed])):
             raise ValueError(
                 f"{path}: {key} differs from the embedding although config.json ties them"
             )
     return found
+
+
+def read_headers(name):
+    """{(file, key): (shape, dtype)} of all tensors of a model, and the file that lists them.
+
+    That is one model.safetensors, or else model.safetensors.index.json with the shards it names.
+    """
+    listing, shards = find_file(name, "model.safetensors"), {"model.safetensors": None}
+    if listing is None:
+        listing = find_file(name, "model.safetensors.index.json")
+        if listing is None:
+            raise FileNotFoundError(
+                f"{name} has no model.safetensors and no index of shards; other formats are not "
+                "read"
+            )
+        shards = read_index(listing)
+    headers = {}
+    for shard, listed in sorted(shards.items()):
+        path = find_file(name, shard)
+        if path is None:
+            raise FileNotFoundError(
+                f"{listing} names {shard!r}, which is missing; download it again"
+            )
+        with open_safetensors(path) as file:
+            tensors = {key: file.get_slice(key) for key in file.keys()}
+        if listed is not None and (wrong := listed ^ tensors.keys()):
+            raise ValueError(f"{listing} and {shard} disagree about {min(wrong)}")
+        headers |= {(path, k): (tuple(t.get_shape()), t.get_dtype()) for k, t in tensors.items()}
+    return headers, listing
+
+
+def read_index(path):
+    """{file name: the keys it should hold} from the index of a checkpoint in several files."""
+    weight_map, shards = read_json(path).get("weight_map"), {}
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{path}: weight_map is not a map of keys to file names")
+    for key, shard in weight_map.items():  # before any is downloaded or opened
+        if not re.fullmatch(r"[^/\\:]+\.safetensors", str(shard)):
+            raise ValueError(f"{path}: {shard!r:.80} is no safetensors file of this folder")
+        shards.setdefault(shard, set()).add(key)
+    return shards
 
 
 def read_weights(config, found, dtype, device):
@@ -549,9 +576,8 @@ def read_weights(config, found, dtype, device):
     values = {}
     for ours, pieces in layout(config).items():
         values[ours] = whole = empty_parameter(pieces, dtype, device)
-        for part, (name, _) in zip(whole.split(split_sizes(pieces, whole)), pieces):
+        for name, part in as_stored(pieces, whole):
             path, key = found[name]
-            part = part.T if transposed(name) else part
             rows = max(1, 2**26 * len(part) // part.nbytes)
             for i in range(0, len(part), rows):
                 with open_safetensors(path) as file:
@@ -559,16 +585,11 @@ def read_weights(config, found, dtype, device):
     return values
 
 
-def split_sizes(pieces, whole):
-    """Rows of each piece in the tensor that stacks them."""
-    return [shape[0] for _, shape in pieces] if len(pieces) > 1 else [whole.shape[0]]
-
-
 def open_safetensors(path):
     """An open safetensors file; a damaged one is a ValueError that names it."""
     try:
         with open(path, "rb") as file:
-            if int.from_bytes(file.read(8), "little") > 2**20:  # parsing more can take minutes
+            if int.from_bytes(file.read(8), "little") > 2**20:  # bytes; more take minutes
                 raise SafetensorError("header too large")
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, MemoryError) as e:
@@ -603,6 +624,25 @@ def read_config(name):
         raise ValueError(f"{path}: {error}") from error
 
 
+IMPLEMENTED = {  # model_type: {key of config.json: values that are what this code computes}
+    "qwen3": {
+        "tie_word_embeddings": (True, False),
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "partial_rotary_factor": (1,),
+        "use_sliding_window": (False,),
+    },
+    "gpt2": {
+        "tie_word_embeddings": (True, False),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "reorder_and_upcast_attn": (False,),
+        "add_cross_attention": (False,),
+    },
+}
+
+
 def parse_config(raw):
     """Config from the keys of a config.json; what is not implemented is refused by name."""
 
@@ -617,31 +657,17 @@ def parse_config(raw):
             raise ValueError(f"{key} = {value!r:.80} is not a positive number")
         return float(value)
 
-    def refuse_unless(key, *allowed):
-        if key in raw and raw[key] not in allowed:
-            only = " or ".join(map(repr, allowed))
-            raise ValueError(f"{key} = {raw[key]!r:.80} is not supported (only {only})")
-
     dtype = raw.get("dtype") or raw.get("torch_dtype")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r:.80} is not one of {', '.join(DTYPES)}")
     model_type = raw.get("model_type")
-    refuse_unless("tie_word_embeddings", True, False)
+    if model_type not in list(IMPLEMENTED):  # which need not be hashable
+        raise ValueError(f"model_type {model_type!r:.80} is not supported (only 'qwen3', 'gpt2')")
+    for key, values in IMPLEMENTED[model_type].items():
+        if key in raw and raw[key] not in values:
+            only = " or ".join(map(repr, values))
+            raise ValueError(f"{key} = {raw[key]!r:.80} is not supported (only {only})")
     if model_type == "qwen3":
-        thetas = {raw.get("rope_theta")}
-        for rope in (raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}):
-            default = "default" if rope.keys() <= {"rope_theta"} else None
-            kind = rope.get("rope_type") or rope.get("type") or default
-            if kind != "default":
-                raise ValueError(f"rope type {kind!r:.80} is not supported (only 'default')")
-            thetas.add(rope.get("rope_theta"))
-        if len(thetas - {None}) != 1:  # no default: a wrong one reads well for a few words
-            raise ValueError("rope_theta is missing, or rope_parameters gives another")
-        theta = number("rope_theta", *(thetas - {None}))
-        refuse_unless("hidden_act", "silu")
-        refuse_unless("attention_bias", False)
-        refuse_unless("partial_rotary_factor", 1, None)
-        refuse_unless("use_sliding_window", False)
         if set(raw.get("layer_types") or ()) - {"full_attention"}:
             raise ValueError("layer_types other than 'full_attention' are not supported")
         heads, kv_heads, hd = map(size, ("num_attention_heads", "num_key_value_heads", "head_dim"))
@@ -654,47 +680,50 @@ def parse_config(raw):
             model_type, size("vocab_size"), size("hidden_size"), size("intermediate_size"),
             size("num_hidden_layers", below=1000), heads, kv_heads, hd,
             size("max_position_embeddings"),
-            number("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)), theta,
+            number("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
+            number("rope_theta", rope_theta(raw)),
             raw.get("tie_word_embeddings", False), DTYPES.get(dtype),
         )  # fmt: skip
-    if model_type == "gpt2":
-        refuse_unless("activation_function", "gelu_new", "gelu_pytorch_tanh")
-        refuse_unless("scale_attn_weights", True)
-        for key in (
-            "scale_attn_by_inverse_layer_idx",
-            "reorder_and_upcast_attn",
-            "add_cross_attention",
-        ):
-            refuse_unless(key, False)
-        D, heads = size("n_embd"), size("n_head")
-        if D % heads:
-            raise ValueError(f"n_embd {D} is not a multiple of n_head {heads}")
-        inner = 4 * D if raw.get("n_inner") is None else size("n_inner")
-        return Config(
-            model_type, size("vocab_size"), D, inner, size("n_layer", below=1000), heads, heads,
-            D // heads, size("n_positions", "n_ctx"),
-            number("layer_norm_epsilon", raw.get("layer_norm_epsilon", 1e-5)), None,
-            raw.get("tie_word_embeddings", True), DTYPES.get(dtype),
-        )  # fmt: skip
-    raise ValueError(f"model_type {model_type!r:.80} is not supported (only 'qwen3', 'gpt2')")
+    D, heads = size("n_embd"), size("n_head")
+    if D % heads:
+        raise ValueError(f"n_embd {D} is not a multiple of n_head {heads}")
+    return Config(
+        model_type, size("vocab_size"), D, size("n_inner") if "n_inner" in raw else 4 * D,
+        size("n_layer", below=1000), heads, heads, D // heads, size("n_positions", "n_ctx"),
+        number("layer_norm_epsilon", raw.get("layer_norm_epsilon", 1e-5)), None,
+        raw.get("tie_word_embeddings", True), DTYPES.get(dtype),
+    )  # fmt: skip
+
+
+def rope_theta(raw):
+    """The base of the rotary frequencies, at the top level or in rope_parameters; no scaling."""
+    thetas = {raw.get("rope_theta")}
+    for rope in (raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}):
+        default = "default" if rope.keys() <= {"rope_theta"} else None
+        kind = rope.get("rope_type") or rope.get("type") or default
+        if kind != "default":
+            raise ValueError(f"rope type {kind!r:.80} is not supported (only 'default')")
+        thetas.add(rope.get("rope_theta"))
+    if len(thetas - {None}) != 1:  # no default: a wrong one reads well for a few words
+        raise ValueError("rope_theta is missing, or rope_parameters gives another")
+    return (thetas - {None}).pop()
 
 
 def known_config(name):
     """Config of a published size, without a file; None for other names."""
-    bf16 = torch.bfloat16
-    if match := re.fullmatch(r"qwen3-([\d.]+)b(-base)?", name):
-        if name in HUB:
-            D, I, layers, heads, kv_heads, tied = QWEN3_SIZES[match[1]]  # noqa: E741
-            context = 32768 if match[2] else 40960
-            return Config(
-                "qwen3", 151936, D, I, layers, heads, kv_heads, 128, context, 1e-6, 1e6, tied, bf16
-            )
-    elif name in HUB:
+    if name not in HUB:
+        return None
+    if name.startswith("gpt2"):
         D, layers, heads = GPT2_SIZES[name.removeprefix("gpt2")]
         return Config(
             "gpt2", 50257, D, 4 * D, layers, heads, heads, D // heads, 1024, 1e-5, None, True
         )
-    return None
+    _, size, *base = name.split("-")
+    D, inner, layers, heads, kv_heads, tied = QWEN3_SIZES[size.removesuffix("b")]
+    return Config(
+        "qwen3", 151936, D, inner, layers, heads, kv_heads, 128, 32768 if base else 40960,
+        1e-6, 1e6, tied, torch.bfloat16,
+    )  # fmt: skip
 
 
 def find_file(name, filename):
@@ -719,6 +748,11 @@ def find_file(name, filename):
         raise FileNotFoundError(
             f"no model or folder {name!r}; known names: {known}; or a hub id org/name"
         )
+    return download(repository, filename)
+
+
+def download(repository, filename):
+    """The path of a file in the cache of huggingface_hub, or None if the repository lacks it."""
     import huggingface_hub as hub  # takes a second to import, and most runs do not need it
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import logging as hub_logging
@@ -727,10 +761,10 @@ def find_file(name, filename):
         return isinstance(hub.try_to_load_from_cache(repository, filename), str)
 
     hub_logging.set_verbosity_error()  # it warns of every retry: one line is enough
-    known = cached(filename)
+    exists = cached(filename)
     try:
-        if not known:  # fails at once, where the download would try for half a minute
-            known = hub.get_hf_file_metadata(hub.hf_hub_url(repository, filename))
+        if not exists:  # fails at once, where the download would try for half a minute
+            exists = hub.get_hf_file_metadata(hub.hf_hub_url(repository, filename))
         return Path(hub.hf_hub_download(repository, filename))
     except errors.GatedRepoError as e:
         raise PermissionError(
@@ -743,12 +777,12 @@ def find_file(name, filename):
     except Exception as error:  # the library's, its HTTP client's, or the file system's
         if getattr(getattr(error, "response", None), "status_code", None) == 404:
             return None
-        # Weights are read last: where they are, the rest was asked for, and what is not there
-        # does not exist.
-        index = cached("model.safetensors.index.json")
+        # No network. Weights are read last: where they are, the rest was asked for, and what is
+        # not there does not exist.
+        sharded = cached("model.safetensors.index.json")
         optional = ["generation_config.json", "tokenizer_config.json", "chat_template.jinja"]
-        optional += ["model.safetensors"] * index
-        if not known and (index or cached("model.safetensors")) and filename in optional:
+        optional += ["model.safetensors"] * sharded
+        if not exists and (sharded or cached("model.safetensors")) and filename in optional:
             return None
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConnectionError(
@@ -758,28 +792,26 @@ def find_file(name, filename):
 
 
 def choose_device(name="auto"):
-    """torch.device for a name; "auto" takes cuda, then mps, xpu, cpu. Absent ones are an error."""
-    present = ["cpu"]
-    for kind in ("xpu", "mps", "cuda"):
-        backend = getattr(torch, kind, None)
-        # The only call that a build without the backend takes: others raise AssertionError.
-        if backend is not None and backend.is_available():
-            present.insert(0, kind)
+    """torch.device for a name; "auto" takes the first present. Absent ones are a ValueError.
+
+    "meta" holds shapes only, for counting parameters.
+    """
+    present = present_devices()
     if name == "auto":
         return torch.device(present[0])
-    try:
+    with suppress(RuntimeError):  # no device's name
         device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is not None and device.type == "meta":
-        return device  # shapes only, for counting parameters
-    count = 0
-    if device is not None and device.type in present:
-        backend = getattr(torch, device.type)
-        count = backend.device_count() if device.type in ("cuda", "xpu") else 1
-    if device is None or (device.index or 0) >= count:
-        raise ValueError(f"device {name!r} is not there; this machine has: {', '.join(present)}")
-    return device
+        count = getattr(torch, device.type).device_count() if device.type in present else 0
+        if device.type == "meta" or (device.index or 0) < count:
+            return device
+    raise ValueError(f"device {name!r} is not there; this machine has: {', '.join(present)}")
+
+
+def present_devices():
+    """Kinds of device on this machine, the fastest first."""
+    # The only call that a build without the backend takes: others raise AssertionError.
+    kinds = ("cuda", "mps", "xpu", "cpu")
+    return [kind for kind in kinds if getattr(torch, kind).is_available()]
 
 
 def choose_dtype(name, config, found, device):
@@ -795,7 +827,8 @@ def choose_dtype(name, config, found, device):
     dtype = config.dtype
     if dtype is None and found:
         path, key = next(iter(found.values()))
-        dtype = read_tensor(path, key).dtype
+        with open_safetensors(path) as file:
+            dtype = file.get_slice(key)[:0].dtype
     dtype = dtype or torch.float32
     native = dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_has_bfloat16())
     if device.type == "cpu" and not native:

@@ -1,7 +1,7 @@
 """Decoding on a CPU against other implementations, alternating in one run.
 
-    python results/cpu_peers.py [--rounds 5] [--only NAME ...]
-    python results/cpu_peers.py --eager [--rounds 5]
+    python results/cpu_peers.py [--rounds 5] [--only NAME ...] [--json FILE]
+    python results/cpu_peers.py --cases [--rounds 5] [--json FILE]
 
 Every implementation runs in a process of its own, with random weights of the Qwen3-0.6B shapes in
 bfloat16 (the speed does not depend on their values), batch 1, 32 prompt tokens, 64 new ones. The
@@ -9,7 +9,8 @@ processes take turns: each round asks all of them, and the memory's read bandwid
 are taken within a round and their median is printed, as such machines are noisy. `warm-up` is
 the first request of a new process with an empty compiler cache, after loading. (What torch keeps
 elsewhere is not emptied: a precompiled C++ header, 4 s once a machine, needed by all compilers.)
-`--eager` compares with transformers where nothing is compiled, in several cases.
+`--cases` compares with transformers alone: Qwen3 where nothing is compiled, and GPT-2 compiled
+with the best of three settings of transformers in each round.
 
 Beside this project: transformers; reasoning-from-scratch, if PEER_RFS names a checkout of it;
 llama.cpp, if PEER_LLAMA_PYTHON names a Python that has llama-cpp-python and gguf.
@@ -26,13 +27,17 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CASES = {  # batch, prompt tokens, new tokens, with a cache
-    "decoding": (1, 32, 64, True),
-    "batch of 8": (8, 32, 64, True),
-    "no cache": (1, 32, 16, False),
-    "prefill of 512": (1, 512, 1, True),
+CASES = {  # model, dtype, batch, prompt tokens, new tokens, with a cache
+    "decoding": ("qwen3-0.6b", "bfloat16", 1, 32, 64, True),
+    "batch of 8": ("qwen3-0.6b", "bfloat16", 8, 32, 64, True),
+    "no cache": ("qwen3-0.6b", "bfloat16", 1, 32, 16, False),
+    "prefill of 512": ("qwen3-0.6b", "bfloat16", 1, 512, 1, True),
+    "gpt2, float32": ("gpt2", "float32", 1, 32, 64, True),
+    "gpt2, bfloat16": ("gpt2", "bfloat16", 1, 32, 64, True),
+    "gpt2, float32, batch of 32": ("gpt2", "float32", 32, 32, 64, True),
+    "gpt2, bfloat16, batch of 32": ("gpt2", "bfloat16", 32, 32, 64, True),
 }
-B, P, N, CACHED = CASES[sys.argv[3] if sys.argv[1:2] == ["worker"] else "decoding"]
+NAME, DTYPE, B, P, N, CACHED = CASES[sys.argv[3] if sys.argv[1:2] == ["worker"] else "decoding"]
 BYTES = 596_049_920 * 2 + 28 * (P + N // 2) * 8 * 128 * 2 * 2  # weights, and K/V half-way
 PEERS = ["read", "ours", "ours-eager", "transformers-dynamic", "transformers-static",
          "transformers-compiled", "rfs", "rfs-compiled", "llama.cpp"]  # fmt: skip
@@ -43,11 +48,11 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=PEERS, default=PEERS)
-    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--cases", action="store_true")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
-    if args.eager:
-        return eager(args.rounds)
+    if args.cases:
+        return cases(args)
     workers, warm_up, cache = {}, {}, tempfile.mkdtemp()
     for name in args.only:
         if (name.startswith("rfs") and "PEER_RFS" not in os.environ) or (
@@ -82,15 +87,23 @@ def main():
         Path(args.json).write_text(json.dumps({"warm_up_s": warm_up, "rates": rates}, indent=1))
 
 
-def eager(rounds):
-    """Both without compiling: rates of each case, and their ratio."""
+def cases(args):
+    """Steps per second in each case, and how many times as fast the best of the others is."""
+    results, cache = {}, tempfile.mkdtemp()
     for case in CASES:
-        ours, peer = (start(name, "", case) for name in ("ours-eager", "transformers-dynamic"))
-        rates = [(ask(ours)["rate"], ask(peer)["rate"]) for _ in range(rounds + 1)][1:]
-        ours.kill(), peer.kill()
-        ratio = statistics.median(a / b for a, b in rates)
-        ours, peer = (statistics.median(column) for column in zip(*rates))
-        print(f"{case:16} steps/s: ours {ours:6.2f}, transformers {peer:6.2f}, ratio {ratio:.2f}")
+        names = ["ours", "transformers-dynamic", "transformers-static", "transformers-compiled"]
+        if not case.startswith("gpt2"):
+            names = ["ours-eager", "transformers-dynamic"]
+        workers = [start(name, cache, case) for name in names]
+        rounds = [[ask(worker)["rate"] for worker in workers] for _ in range(args.rounds + 1)][1:]
+        for worker in workers:
+            worker.kill()
+        ratio = statistics.median(ours / max(others) for ours, *others in rounds)
+        results[case] = {"rates": dict(zip(names, zip(*rounds))), "ours / best": ratio}
+        rates = ", ".join(f"{n} {statistics.median(c):.2f}" for n, c in zip(names, zip(*rounds)))
+        print(f"{case}: steps/s {rates}; ours / best of the others {ratio:.2f}", flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1))
 
 
 def start(name, cache, case="decoding"):
@@ -151,7 +164,7 @@ def ours(name):
     from generate import generate
     from model import load
 
-    model = load("qwen3-0.6b", "cpu", "bfloat16", random_weights=True)
+    model = load(NAME, "cpu", DTYPE, random_weights=True)
     options = dict(compile=name == "ours", cache="preallocated" if CACHED else "none")
 
     def request():
@@ -164,26 +177,12 @@ def ours(name):
 def transformers(name):
     sys.path.insert(0, str(ROOT))
     import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
     from transformers.generation.streamers import BaseStreamer
 
-    import model as ours
+    from measure import transformers_model
+    from model import load
 
-    model = ours.load("qwen3-0.6b", "cpu", "bfloat16", random_weights=True)
-    c = model.config
-    config = Qwen3Config(
-        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.num_hidden_layers, num_attention_heads=c.num_attention_heads,
-        num_key_value_heads=c.num_key_value_heads, head_dim=c.head_dim, rms_norm_eps=c.eps,
-        rope_theta=c.rope_theta, tie_word_embeddings=True, max_position_embeddings=40960,
-    )  # fmt: skip
-    with torch.device("meta"):
-        peer = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    peer = peer.to_empty(device="cpu").eval()
-    peer.load_state_dict(ours.checkpoint(model), strict=False)
-    peer.tie_weights()
-    inv_freq = 1 / c.rope_theta ** (torch.arange(0, c.head_dim, 2).float() / c.head_dim)
-    peer.model.rotary_emb.inv_freq = inv_freq
+    peer = transformers_model(load(NAME, "cpu", DTYPE, random_weights=True))
     options = dict(max_new_tokens=N, min_new_tokens=N, do_sample=False, pad_token_id=0)
     options["use_cache"] = CACHED
     if name != "transformers-dynamic":
