@@ -397,6 +397,8 @@ def run_command(args):
         check_compiler(device)
     if args.pipeline != "off" and not overlaps(device):
         notice(f"--pipeline {args.pipeline}: {device.type} has no streams, nothing overlaps")
+    if args.temperature == 0 and (args.top_k or args.top_p < 1):
+        notice("--top-k and --top-p change nothing at temperature 0: add --temperature 1")
     torch.set_float32_matmul_precision(args.matmul_precision)
     started = time.perf_counter()
     model = models.load(args.model, device, args.dtype)

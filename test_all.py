@@ -3620,6 +3620,20 @@ def test_flags_that_change_tokens(folders, tiny, bpe, as_json):
     assert as_json(*arguments, "--dtype", "bfloat16")["dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("temperature, said", [((), True), ((0,), True), ((0.5,), False)])
+@pytest.mark.parametrize("flag", [("--top-k", 5), ("--top-p", 0.9), ("--top-p", 1.0)])
+def test_sampling_flags_without_temperature(flag, temperature, said, folders, cli):
+    """Greedy decoding looks at neither: it says so, and the text is the same."""
+    arguments = ("--model", folders["qwen3"], "--prompt", "Hello", "--max-new-tokens", 2)
+    temperature = ("--temperature", *temperature) if temperature else ()
+    status, text, notices = cli(*arguments, *flag, *temperature)
+    said = said and flag[1] != 1.0
+    expected = "--top-k and --top-p change nothing at temperature 0: add --temperature 1\n"
+    assert status == 0 and notices.count(expected) == said and notices.count("\n") == 1 + said
+    if said:
+        assert text == cli(*arguments)[1]
+
+
 def test_chat(folders, bpe, as_json):
     arguments = ("--model", folders["qwen3"], "--prompt", "Hello", "--max-new-tokens", 0)
     assert as_json(*arguments)["prompt_ids"] == [ids_of(bpe, "Hello")]
