@@ -118,9 +118,10 @@ def decode(
 
     @torch.inference_mode()
     def run(i):
-        # Noise is drawn outside the step, which stays the same whether compiled or captured.
+        # Noise is drawn outside the step, which stays the same whether compiled or captured. From
+        # 2**-24 on, as CUDA's: mps draws zeros, and 0 / 0 is NaN, which argmax would choose.
         if buffers.noise is not None:
-            buffers.noise.exponential_(generator=rng)
+            buffers.noise.exponential_(generator=rng).clamp_(min=2**-24)
         if i == 0:
             return prefill()
         if cache.request is not launcher:
@@ -295,7 +296,7 @@ def main(argv=None):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         # A compiler's complaint and want of memory are the user's; other RuntimeErrors are ours.
-        known = by_compiler(error) or re.search("out of memory|allocate memory", str(error))
+        known = by_compiler(error) or re.search("(out of|allocate|enough) memory", str(error))
         if isinstance(error, RuntimeError) and not known:
             raise
         notice(f"error: {one_line(error) or 'out of memory'}")
@@ -326,7 +327,8 @@ def one_line(error):
         said = text.partition("Set TORCHDYNAMO")[0].rpartition("Output:")[2].strip()
         said = next((line for line in said.splitlines() if "error" in line), said)
         compiler = torch._inductor.config.cpp.cxx[-1]  # g++, clang++, or what CXX says
-        text = f"--compile failed ({said[:300]}): check the compiler, {compiler}, or drop --compile"
+        hint = f"check the compiler, {compiler}, or " * ("Output:" in text)  # not Triton's
+        text = f"--compile failed ({said[:300]}): {hint}drop --compile"
     return " ".join(text.split())
 
 
@@ -436,9 +438,10 @@ def consume(steps, tokenizer, stop_ids, args):
                 print_new_tokens(len(times), entries, tokenizer)
                 entries = [entry and entry[0] for entry in entries]
             for row, id in enumerate(entries):
-                if id is not None:
-                    new_ids[row].append(id)
-                if id is not None and id not in stop_ids:
+                if id is None:
+                    continue
+                new_ids[row].append(id)
+                if id not in stop_ids:
                     pieces[row].append(streams[row].put(id))
                     if streaming:
                         write(pieces[row][-1])

@@ -254,13 +254,14 @@ def attention_of_one_token(q, k, v, mask):
 
 
 def linear(x, weight, bias=None):
-    """x (B,T,in) times weight (out,in) -> (B,T,out), with two ways of its own for a step (T = 1).
+    """x (B,T,in) times weight (out,in) -> (B,T,out), with ways of its own for a step (T = 1).
 
     The product of a single row reads every weight once and does next to nothing with it: its
     cost is reading memory. A matrix library, built to reuse what it loads, reaches half of the
-    bandwidth here; written as a reduction, the compiler makes it one plain loop over the
-    weights. It would also inline what produced x (a norm, a silu) into that loop and compute it
-    anew for every weight. `as_strided` prevents that: it addresses memory, so x must be in it.
+    bandwidth here. Compiled, the product is written as a reduction, of which the compiler makes
+    one plain loop over the weights. It would also inline what produced x (a norm, a silu) into
+    that loop and compute it anew for every weight. `as_strided` prevents that: it addresses
+    memory, so x must be in it. Without compiling, other kernels of torch do better on a CPU.
     """
     B, T, D = x.shape
     if B * T == 1 and torch.compiler.is_compiling():
@@ -271,25 +272,25 @@ def linear(x, weight, bias=None):
             y = y + bias
         return y.to(x.dtype).view(1, 1, -1)
     if T == 1 and x.device.type == "cpu" and x.dtype == torch.float32:
-        # With the weights on the left, few rows take a third less time; two of them, of which one
-        # is a copy, half as much as a single one.
+        # With the weights on the left, up to 32 rows (no more were tried) take up to a third less
+        # time. One row alone would be another kernel's, which takes twice as long as two rows.
         rows = x[:, 0] if B > 1 else x[:, 0].expand(2, D).contiguous()
         y = (weight @ rows.T).T[:B].contiguous()[:, None]
         return y if bias is None else y + bias
     onednn = torch.backends.mkldnn
-    if B * T == 1 and x.device.type == "cpu" and onednn.enabled:
-        # torch's own kernel streams the weights; oneDNN's first packs them into another order.
+    if B * T == 1 and x.device.type == "cpu" and x.dtype == torch.bfloat16 and onednn.enabled:
+        # torch's own kernel streams the weights; oneDNN's packs them into another order first.
         try:
             onednn.enabled = False
             return F.linear(x, weight, bias)
-        finally:  # for the whole process, so never back to what another thread may have set
+        finally:  # True, not what was read before: another thread may have been here, too
             onednn.enabled = True
     return F.linear(x, weight, bias)
 
 
 @contextmanager
 def no_garbage_collection():
-    """The compiler makes millions of objects; to look for garbage among them takes long."""
+    """Off in all threads meanwhile: a compiler's millions of objects take long to look through."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -333,13 +334,6 @@ def mark_lengths_dynamic(x, pos, mask, rope, kv):
 # ---------------------------------------------------------------------------------------------
 # Names, configuration, weights
 
-HUB = {  # built-in name: repository
-    **{f"qwen3-{n}b": f"Qwen/Qwen3-{n}B" for n in ("0.6", "1.7", "4", "8", "14", "32")},
-    **{f"qwen3-{n}b-base": f"Qwen/Qwen3-{n}B-Base" for n in ("0.6", "1.7", "4", "8", "14")},
-    **{f"gpt2{n}": f"openai-community/gpt2{n}" for n in ("", "-medium", "-large", "-xl")},
-}
-TINY = {"tiny-qwen3": "qwen3", "tiny-gpt2": "gpt2"}  # built-in name: folder in tiny/
-
 # hidden_size, intermediate_size, layers, heads, key/value heads, tied head
 QWEN3_SIZES = {
     "0.6": (1024, 3072, 28, 16, 8, True),
@@ -355,6 +349,12 @@ GPT2_SIZES = {  # hidden_size, layers, heads
     "-large": (1280, 36, 20),
     "-xl": (1600, 48, 25),
 }
+HUB = {  # built-in name: repository
+    **{f"qwen3-{n}b": f"Qwen/Qwen3-{n}B" for n in QWEN3_SIZES},
+    **{f"qwen3-{n}b-base": f"Qwen/Qwen3-{n}B-Base" for n in QWEN3_SIZES if n != "32"},
+    **{f"gpt2{n}": f"openai-community/gpt2{n}" for n in GPT2_SIZES},
+}
+TINY = {"tiny-qwen3": "qwen3", "tiny-gpt2": "gpt2"}  # built-in name: folder in tiny/
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -392,10 +392,10 @@ def assemble(config, values):
 
 
 def layout(c):
-    """{our name: [(checkpoint name, shape there), ...]}: where each parameter is kept on disk.
+    """{our name: [(checkpoint name, shape), ...]}: where each parameter is kept on disk.
 
-    Several entries are stacked along the output axis. GPT-2 stores its projections as (in, out);
-    `transposed` says which. The order is that of loading: the largest first.
+    Several entries are stacked along the output axis. Shapes are (out, in) or (out,); of those
+    that are `transposed` the file holds (in, out). The order is that of loading: largest first.
     """
     D, inner, hd = c.hidden_size, c.intermediate_size, c.head_dim
     if c.model_type == "qwen3":
@@ -417,13 +417,13 @@ def layout(c):
         names = {"embed_tokens": [("wte.weight", (c.vocab_size, D))]}
         names["embed_positions"] = [("wpe.weight", (c.max_position_embeddings, D))]
         last = {"norm": [("ln_f.weight", (D,))], "norm_bias": [("ln_f.bias", (D,))]}
-        shapes = {"ln_1": (D,), "ln_2": (D,), "attn.c_attn": (D, 3 * D), "attn.c_proj": (D, D)}
-        shapes |= {"mlp.c_fc": (D, inner), "mlp.c_proj": (inner, D)}
+        shapes = {"ln_1": (D,), "ln_2": (D,), "attn.c_attn": (3 * D, D), "attn.c_proj": (D, D)}
+        shapes |= {"mlp.c_fc": (inner, D), "mlp.c_proj": (D, inner)}
         layer = {}
         for name, shape in shapes.items():
             ours = name.replace(".", "_")
             layer[f"{ours}_weight"] = [(f"{name}.weight", shape)]
-            layer[f"{ours}_bias"] = [(f"{name}.bias", shape[-1:])]
+            layer[f"{ours}_bias"] = [(f"{name}.bias", shape[:1])]
     if not c.tie_word_embeddings:
         names["lm_head"] = [("lm_head.weight", (c.vocab_size, D))]
     stack = "layers" if c.model_type == "qwen3" else "h"
@@ -440,20 +440,14 @@ def transposed(checkpoint_name):
 
 def as_stored(pieces, whole):
     """(checkpoint name, view of `whole` in the orientation of the file) for each entry."""
-    for part, (name, _) in zip(whole.split(out_rows(pieces)), pieces):
+    for part, (name, _) in zip(whole.split([shape[0] for _, shape in pieces]), pieces):
         yield name, part.T if transposed(name) else part
-
-
-def out_rows(pieces):
-    """Output rows of each entry in the parameter that stacks them."""
-    return [shape[-1] if transposed(name) else shape[0] for name, shape in pieces]
 
 
 def empty_parameter(pieces, dtype, device):
     """Uninitialised storage, (out, in) or (out,), for one parameter of `layout`."""
-    name, shape = pieces[0]
-    inputs = shape[:1] if transposed(name) else shape[1:]
-    return torch.empty(sum(out_rows(pieces)), *inputs, dtype=dtype, device=device)
+    rows, inputs = sum(shape[0] for _, shape in pieces), pieces[0][1][1:]
+    return torch.empty(rows, *inputs, dtype=dtype, device=device)
 
 
 def random_values(config, dtype, device):
@@ -494,8 +488,8 @@ def find_weights(name, config):
     found = {}
     for path, key in sorted(headers):
         short = re.sub(r"^(model|transformer)\.", "", key)
-        if re.search(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$", short):
-            continue  # buffers of old exports, not c_attn.bias: the mask, the rotary frequencies
+        if re.search(r"\.attn\.(masked_)?bias$|\brotary_emb\.inv_freq$", short):
+            continue  # buffers of old exports: the mask (not c_attn.bias), the rotary frequencies
         if short in found:
             raise ValueError(f"{path}: {key} is there twice")
         found[short] = (path, key)
@@ -510,11 +504,10 @@ def find_weights(name, config):
         path, key = found[short]
         if short not in expected:
             raise ValueError(f"{path}: unknown key {key!r:.100}")
+        wanted = expected[short][::-1] if transposed(short) else expected[short]
         shape, dtype = headers[path, key]
-        if shape != expected[short]:
-            raise ValueError(
-                f"{path}: {key} has the shape {shape}, config.json says {expected[short]}"
-            )
+        if shape != wanted:
+            raise ValueError(f"{path}: {key} has the shape {shape}, config.json says {wanted}")
         if dtype not in ("F32", "BF16", "F16"):
             raise ValueError(f"{path}: {key} has the dtype {dtype}, not a float")
     if second_head:
@@ -532,17 +525,15 @@ def read_headers(name):
     That is one model.safetensors, or else model.safetensors.index.json with the shards it names.
     """
     listing, shards = find_file(name, "model.safetensors"), {"model.safetensors": None}
-    if listing is None:
-        listing = find_file(name, "model.safetensors.index.json")
-        if listing is None:
-            raise FileNotFoundError(
-                f"{name} has no model.safetensors and no index of shards; other formats are not "
-                "read"
-            )
+    if listing is None and (listing := find_file(name, "model.safetensors.index.json")):
         shards = read_index(listing)
+    if listing is None:
+        raise FileNotFoundError(
+            f"{name} has no model.safetensors and no index of shards; other formats are not read"
+        )
     headers = {}
     for shard, listed in sorted(shards.items()):
-        path = find_file(name, shard)
+        path = listing if listed is None else find_file(name, shard)
         if path is None:
             raise FileNotFoundError(
                 f"{listing} names {shard!r}, which is missing; download it again"
@@ -589,7 +580,7 @@ def open_safetensors(path):
     """An open safetensors file; a damaged one is a ValueError that names it."""
     try:
         with open(path, "rb") as file:
-            if int.from_bytes(file.read(8), "little") > 2**20:  # bytes; more take minutes
+            if int.from_bytes(file.read(8), "little") > 2**20:  # of some 9,000 tensors
                 raise SafetensorError("header too large")
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, MemoryError) as e:
@@ -658,10 +649,10 @@ def parse_config(raw):
         return float(value)
 
     dtype = raw.get("dtype") or raw.get("torch_dtype")
-    if dtype is not None and dtype not in DTYPES:
+    if dtype is not None and dtype not in list(DTYPES):  # a list: it need not be hashable
         raise ValueError(f"dtype {dtype!r:.80} is not one of {', '.join(DTYPES)}")
     model_type = raw.get("model_type")
-    if model_type not in list(IMPLEMENTED):  # which need not be hashable
+    if model_type not in list(IMPLEMENTED):
         raise ValueError(f"model_type {model_type!r:.80} is not supported (only 'qwen3', 'gpt2')")
     for key, values in IMPLEMENTED[model_type].items():
         if key in raw and raw[key] not in values:
@@ -704,9 +695,10 @@ def rope_theta(raw):
         if kind != "default":
             raise ValueError(f"rope type {kind!r:.80} is not supported (only 'default')")
         thetas.add(rope.get("rope_theta"))
-    if len(thetas - {None}) != 1:  # no default: a wrong one reads well for a few words
+    thetas.discard(None)
+    if len(thetas) != 1:  # no default: a wrong one reads well for a few words
         raise ValueError("rope_theta is missing, or rope_parameters gives another")
-    return (thetas - {None}).pop()
+    return thetas.pop()
 
 
 def known_config(name):
@@ -731,10 +723,7 @@ def find_file(name, filename):
 
     Built-in names win over folders of the same name (write ./gpt2 for the folder).
     """
-    if name in TINY:
-        folder = Path(__file__).resolve().parent / "tiny" / TINY[name]
-    else:
-        folder = Path(name)
+    folder = Path(__file__).resolve().parent / "tiny" / TINY[name] if name in TINY else Path(name)
     if name in TINY or (name and name not in HUB and folder.is_dir()):
         path = folder / filename
         if not path.is_file():
@@ -809,7 +798,7 @@ def choose_device(name="auto"):
 
 def present_devices():
     """Kinds of device on this machine, the fastest first."""
-    # The only call that a build without the backend takes: others raise AssertionError.
+    # Not device_count: cuda's also counts devices whose driver is too old for this torch.
     kinds = ("cuda", "mps", "xpu", "cpu")
     return [kind for kind in kinds if getattr(torch, kind).is_available()]
 
@@ -832,10 +821,9 @@ def choose_dtype(name, config, found, device):
     dtype = dtype or torch.float32
     native = dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_has_bfloat16())
     if device.type == "cpu" and not native:
-        print(
-            f"this CPU has no native {dtype}: computing in float32 (--dtype overrides)",
-            file=sys.stderr,
-        )
+        with suppress(OSError):  # nobody reads it, or a full disk
+            print(f"no native {dtype} on this CPU: computing in float32 (--dtype overrides)",
+                  file=sys.stderr, flush=True)  # fmt: skip
         dtype = torch.float32
     return dtype
 
