@@ -2,6 +2,7 @@
 
     python results/cpu_peers.py [--rounds 5] [--only NAME ...] [--json FILE]
     python results/cpu_peers.py --cases [--rounds 5] [--json FILE]
+    python results/cpu_peers.py --first [--rounds 5] [--json FILE]
 
 Every implementation runs in a process of its own, with random weights of the Qwen3-0.6B shapes in
 bfloat16 (the speed does not depend on their values), batch 1, 32 prompt tokens, 64 new ones. The
@@ -10,7 +11,8 @@ are taken within a round and their median is printed, as such machines are noisy
 the first request of a new process with an empty compiler cache, after loading. (What torch keeps
 elsewhere is not emptied: a precompiled C++ header, 4 s once a machine, needed by all compilers.)
 `--cases` compares with transformers alone: Qwen3 where nothing is compiled, and GPT-2 compiled
-with the best of three settings of transformers in each round.
+with the best of three settings of transformers in each round. `--first` repeats the warm-up alone,
+in new processes: ours with an empty and then with its own compiler cache, and transformers.
 
 Beside this project: transformers; reasoning-from-scratch, if PEER_RFS names a checkout of it;
 llama.cpp, if PEER_LLAMA_PYTHON names a Python that has llama-cpp-python and gguf.
@@ -49,10 +51,13 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=PEERS, default=PEERS)
     parser.add_argument("--cases", action="store_true")
+    parser.add_argument("--first", action="store_true")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     if args.cases:
         return cases(args)
+    if args.first:
+        return first_requests(args)
     workers, warm_up, cache = {}, {}, tempfile.mkdtemp()
     for name in args.only:
         if (name.startswith("rfs") and "PEER_RFS" not in os.environ) or (
@@ -104,6 +109,29 @@ def cases(args):
         print(f"{case}: steps/s {rates}; ours / best of the others {ratio:.2f}", flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1))
+
+
+def first_requests(args):
+    """Seconds of the first request, and ratios within a round: medians and extremes."""
+    rounds = []
+    for _ in range(args.rounds):
+        cache, seconds = tempfile.mkdtemp(), []
+        for name in ("ours", "ours", "transformers-compiled"):
+            worker = start(name, cache)
+            seconds.append(ask(worker)["seconds"])
+            worker.kill()
+        rounds.append(seconds)
+        print("cold {:.1f} s, warm {:.1f} s, transformers {:.1f} s".format(*seconds), flush=True)
+    for what, ratios in (
+        ("cold, of that of transformers", [cold / peer for cold, _, peer in rounds]),
+        ("warm, of cold", [warm / cold for cold, warm, _ in rounds]),
+    ):
+        low, mid, high = min(ratios), statistics.median(ratios), max(ratios)
+        print(f"{what}: {mid:.1%} ({low:.1%} to {high:.1%})")
+    if args.json:
+        names = ("ours", "ours, warm compiler cache", "transformers-compiled")
+        seconds = dict(zip(names, zip(*rounds)))
+        Path(args.json).write_text(json.dumps({"first_request_s": seconds}, indent=1))
 
 
 def start(name, cache, case="decoding"):
