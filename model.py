@@ -227,7 +227,8 @@ def attention(q, k, v, mask):
     # The H / KV query heads that share a key head become rows of one product: `enable_gqa`
     # would copy K and V for each of them, or fall back to a slow kernel.
     q = q.reshape(B, KV, -1, hd)  # (B,KV,H/KV T,hd)
-    mask = mask[:, :, None].expand(-1, -1, H // KV, -1, -1).flatten(2, 3)  # (B,1,H/KV T,S)
+    if T > 1:  # a single row of the mask serves all
+        mask = mask[:, :, None].expand(-1, -1, H // KV, -1, -1).flatten(2, 3)  # (B,1,H/KV T,S)
     if T == 1 and torch.compiler.is_compiling():
         y = attention_of_one_token(q, k, v, mask)
     else:
@@ -236,20 +237,18 @@ def attention(q, k, v, mask):
 
 
 def attention_of_one_token(q, k, v, mask):
-    """q (B,KV,G,hd), k and v (B,KV,S,hd), mask (B,1,G,S) -> (B,KV,G,hd), under torch.compile.
+    """q (B,KV,G,hd), k and v (B,KV,S,hd), mask (B,1,1,S) -> (B,KV,G,hd), under torch.compile.
 
     As in `linear`, reading is what costs, so K and V are read once, in order, for all G query
     heads that share them: sums over the same range become one loop. The sum over slots would
     walk down V 32 columns at a time; all parts of that width, side by side, take whole rows.
     """
     q32, k32, v32 = q.float(), k.float(), v.float()
-    groups = range(q.shape[2])
-    scores = torch.stack([(q32[:, :, g, None] * k32).sum(dim=-1) for g in groups], dim=2)
+    rows = q32[:, :, :, None].unbind(2)  # G of (B,KV,1,hd)
+    scores = torch.stack([(row * k32).sum(dim=-1) for row in rows], dim=2)
     p = (scores * q.shape[3] ** -0.5).masked_fill(~mask, -math.inf).softmax(dim=-1)  # (B,KV,G,S)
-    parts = v32.split(32, dim=-1)
-    y = [
-        torch.cat([(p[:, :, g, :, None] * part).sum(dim=-2) for part in parts], -1) for g in groups
-    ]
+    columns, parts = p[..., None].unbind(2), v32.split(32, dim=-1)  # G of (B,KV,S,1), (B,KV,S,32)
+    y = [torch.cat([(c * part).sum(dim=-2) for part in parts], dim=-1) for c in columns]
     return torch.stack(y, dim=2).to(q.dtype)
 
 
@@ -265,7 +264,7 @@ def linear(x, weight, bias=None):
     """
     B, T, D = x.shape
     if B * T == 1 and torch.compiler.is_compiling():
-        row = x.view(-1).float().as_strided((D,), (1,))
+        row = x.float().as_strided((D,), (1,))
         # Two halves share a loop: two streams of memory, and twice the sums in flight.
         y = torch.cat([(half * row).sum(dim=-1) for half in weight.chunk(2)])  # fp32 by promotion
         if bias is not None:
