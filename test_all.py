@@ -1486,7 +1486,7 @@ REFUSALS = [
     ("qwen3", {"num_attention_heads": 3}, "num_attention_heads"),
     ("qwen3", {"num_key_value_heads": 0}, "num_key_value_heads"),
     ("qwen3", {"rope_parameters": 5}, "int"),
-    ("qwen3", {"torch_dtype": ["bfloat16"]}, "list"),
+    ("qwen3", {"torch_dtype": ["bfloat16"]}, "['bfloat16'] is not one of"),
     ("qwen3", {"model_type": "qwen3_moe"}, "qwen3_moe"),
     ("qwen3", {"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
     ("gpt2", {"activation_function": "relu"}, "activation_function"),
